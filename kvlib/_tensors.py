@@ -1,0 +1,72 @@
+"""What the torch caches ask of their tensors, and the precision they compute in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def bind_sizes(shapes, tensors):
+    """Give every letter of the shape alphabet its size, and check that all tensors agree on it.
+
+    Parameters
+    ----------
+    shapes : dict of str to str
+        The letters of each argument's shape, such as ``{"query": "B H_q Q D"}``.
+    tensors : dict of str to torch.Tensor
+        The arguments.
+
+    Returns
+    -------
+    dict of str to int
+        The size that each letter stands for.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a tensor.
+    ValueError
+        If an argument has another number of dimensions, a size that differs from that of an
+        argument before it, or another device than the first.
+    """
+    sizes, bound_by = {}, {}
+    for name, letters in shapes.items():
+        tensor, letters = tensors[name], letters.split()
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} was a {type(tensor).__name__}; it must be a torch.Tensor")
+        shape, expected = tuple(tensor.shape), f"({', '.join(letters)})"
+        if len(shape) != len(letters):
+            raise ValueError(f"{name} had shape {shape}; it must have {len(letters)} dimensions, {expected}")
+        for letter, size in zip(letters, shape):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(
+                    f"{name} had shape {shape}, {letter} = {size}; it must be {expected} "
+                    f"with {letter} = {sizes[letter]}, as in {bound_by[letter]}"
+                )
+            bound_by.setdefault(letter, name)
+    require_same("device", tensors)
+    return sizes
+
+
+def require_floating_alike(tensors):
+    """Raise unless all tensors have one and the same floating dtype."""
+    for name, tensor in tensors.items():
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name} had dtype {tensor.dtype}; it must be a floating dtype")
+    require_same("dtype", tensors)
+
+
+def require_same(attribute, tensors):
+    """Raise unless all tensors have the same `attribute` as the first."""
+    (first, *_), (wanted, *_) = tensors, (getattr(tensor, attribute) for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        found = getattr(tensor, attribute)
+        if found != wanted:
+            raise ValueError(f"{name} had {attribute} {found}; it must be {wanted}, as in {first}")
+
+
+def wide(dtype):
+    """Return the dtype to compute scores, softmax and context in: float32, or wider if `dtype` is.
+
+    Half precision cannot hold the products of ordinary queries and keys: float16 ends at 65504.
+    """
+    return torch.promote_types(dtype, torch.float32)
