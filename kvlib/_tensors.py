@@ -65,8 +65,8 @@ def require_same(attribute, tensors):
 
 
 def wide(dtype):
-    """Return the dtype to compute scores, softmax and context in: float32, or wider if `dtype` is.
+    """Return the dtype to compute scores, softmax and context in: float64 for float64, else float32.
 
     Half precision cannot hold the products of ordinary queries and keys: float16 ends at 65504.
     """
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -122,20 +122,22 @@ def _attend(query, keys, values, visible, scale):
     """Return attention [B, H_q, Q, M] and context [B, H_q, Q, D_v] of a masked, grouped softmax."""
     (B, H_q, Q, D), (_, H_k, M, D_v) = query.shape, values.shape
     active, attended = visible.any(dim=2), visible.any(dim=1)  # [B, Q], [B, M]
-    # A weight of zero does not silence a NaN. Blank what nobody reads before multiplying.
-    query = query.masked_fill(~active[:, None, :, None], 0)
-    keys = keys.masked_fill(~attended[:, None, :, None], 0)
-    values = values.masked_fill(~attended[:, None, :, None], 0)
+    # A weight of zero does not silence a NaN: blank what nobody reads before multiplying.
+    compute_dtype = wide(query.dtype)
+    queries = query.to(compute_dtype).masked_fill(~active[:, None, :, None], 0)
+    keys = keys.to(compute_dtype).masked_fill(~attended[:, None, :, None], 0)
+    values = values.to(compute_dtype).masked_fill(~attended[:, None, :, None], 0)
 
-    compute_dtype, hidden = wide(query.dtype), ~visible[:, None]  # [B, 1, Q, M]
     # The H_q / H_k heads that share a key/value head stand next to each other: fold them into its rows.
-    grouped = query.to(compute_dtype).reshape(B, H_k, H_q // H_k * Q, D)
-    scores = (grouped @ keys.to(compute_dtype).mT * scale).reshape(B, H_q, Q, M)
+    group_rows = H_q // H_k * Q
+    scores = queries.reshape(B, H_k, group_rows, D) @ keys.mT * scale
+    scores = scores.reshape(B, H_q, Q, M)
     # An idle query keeps its blank scores here: a softmax over nothing but -inf is NaN.
+    hidden = ~visible[:, None]  # [B, 1, Q, M]
     scores = scores.masked_fill(hidden & active[:, None, :, None], -math.inf)
-    weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0)
-    context = weights.reshape(B, H_k, H_q // H_k * Q, M) @ values.to(compute_dtype)
-    return weights.to(query.dtype), context.reshape(B, H_q, Q, D_v).to(query.dtype)
+    attention = torch.softmax(scores, dim=-1).masked_fill(hidden, 0)
+    context = (attention.reshape(B, H_k, group_rows, M) @ values).reshape(B, H_q, Q, D_v)
+    return attention.to(query.dtype), context.to(query.dtype)
 
 
 def _validate(query, new_key, new_value, key_cache, value_cache, lengths, append_mask, options):
