@@ -1,0 +1,65 @@
+"""Give pages what they load from the book's own folder: the widgets' script, and maths."""
+
+import hashlib
+from importlib.resources import files
+from pathlib import Path
+
+from sphinx.errors import ExtensionError
+
+from kvlib import widgets
+
+WIDGET_SCRIPT = "kv-widgets.js"
+MATHJAX_SHA256 = "214c3da890b16db3d1319684cc04f3fd4e72ea59d5eb3863f256146015fb1783"
+
+# A page opened by double click may not fetch another to quote from it.
+_SEARCH_BY_DOUBLE_CLICK = (
+    'if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;'
+)
+
+
+def connect(app):
+    app.connect("builder-inited", write_widget_script)
+    app.connect("builder-inited", write_mathjax)
+    app.connect("env-updated", pages_to_write_again)
+    app.connect("html-page-context", load_what_the_page_needs)
+
+
+def write_widget_script(app):
+    """Write the one script that brings every widget of a page to life."""
+    _write(app, WIDGET_SCRIPT, widgets.script().encode("utf8"))
+
+
+def write_mathjax(app):
+    """Copy MathJax from the installed package, once its bytes are known to be the right ones."""
+    try:
+        script = files("mathjax").joinpath("static/mathjax/es5/tex-svg-full.js").read_bytes()
+    except (ModuleNotFoundError, FileNotFoundError):
+        raise ExtensionError("MathJax is missing; pip install -r requirements.txt adds it") from None
+    digest = hashlib.sha256(script).hexdigest()
+    if digest != MATHJAX_SHA256:
+        raise ExtensionError(f"MathJax's sha256 was {digest}; it must be {MATHJAX_SHA256}")
+    _write(app, app.config.mathjax_path, script)
+
+
+def pages_to_write_again(app, env):
+    """Return every page when a script or a style sheet changed, since pages name them by digest."""
+    digest = hashlib.sha256(widgets.script().encode("utf8"))
+    for folder in app.config.html_static_path:
+        for path in sorted(Path(app.confdir, folder).rglob("*.*")):
+            digest.update(path.read_bytes())
+    known, env.asset_digest = getattr(env, "asset_digest", None), digest.hexdigest()
+    return [] if known == env.asset_digest else sorted(env.found_docs)
+
+
+def load_what_the_page_needs(app, page, template, context, doctree):
+    """Add the widgets' script to a page that holds a widget."""
+    if "<kv-widget" in context.get("body", ""):
+        app.add_js_file(WIDGET_SCRIPT, loading_method="defer")
+    if template == "search.html":
+        app.add_js_file(None, body=_SEARCH_BY_DOUBLE_CLICK)
+
+
+def _write(app, name, content):
+    path = Path(app.outdir, "_static", name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
