@@ -1,0 +1,117 @@
+"""Figures follow the theme, have an alternative text that states what they show, and can share a page."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from kvlib import costs, show
+
+FIGURES = {
+    "score_tables": lambda: show.score_tables(4),
+    "work_growth": lambda: show.work_growth(8, n_layers=2, head_dim=16),
+    "rows_written": lambda: show.rows_written(8),
+}
+
+
+def svg(figure):
+    return next(ElementTree.fromstring(figure.data).iter("{http://www.w3.org/2000/svg}svg"))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_an_image_with_an_alternative_text(name):
+    image = svg(FIGURES[name]())
+    assert image.get("role") == "img"
+    assert len(image.get("aria-label")) > 80
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_takes_its_ink_from_the_page_and_paints_no_background(name):
+    data = FIGURES[name]().data
+    colours = {colour.lower() for colour in re.findall(r"(?:fill|stroke): (#\w+)", data)}
+    assert "currentColor" in data
+    assert colours <= {show._BLUE, show._ORANGE}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_figure_restyles_the_page_or_asks_the_network_for_anything(name):
+    data = FIGURES[name]().data
+    assert "<style" not in data
+    addresses = {address for address in re.findall(r"https?://[^\"]+", data)}
+    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_figures_on_one_page_share_no_id():
+    ids = [
+        element.get("id")
+        for figure in FIGURES.values()
+        for element in ElementTree.fromstring(figure().data).iter()
+        if element.get("id")
+    ]
+    assert ids and len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_reference_in_a_figure_points_at_something_in_it(name):
+    data = FIGURES[name]().data
+    references = set(re.findall(r'(?:href="|url\()#([^")]+)', data))
+    assert references
+    assert references <= set(re.findall(r'\bid="([^"]+)"', data))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_drawn_twice_is_the_same(name):
+    assert FIGURES[name]().data == FIGURES[name]().data
+
+
+def test_the_score_tables_count_their_own_cells():
+    image = svg(show.score_tables(4))
+    glyphs = [text.text for text in image.iter("{http://www.w3.org/2000/svg}text") if text.text in "●=×"]
+    counts = {glyph: glyphs.count(glyph) for glyph in "●=×"}
+    assert counts == {"●": 10, "=": 10, "×": 10}
+    assert sum(counts.values()) == costs.recomputing(1, 4).scores
+    label = image.get("aria-label")
+    assert "Of 30 scores, 10 are needed" in label and "10 were computed" in label and "10 are hidden" in label
+
+
+def test_the_growth_figure_states_the_counts_at_its_end():
+    label = svg(show.work_growth(8, n_layers=2, head_dim=16)).get("aria-label")
+    recomputed = costs.recomputing(1, 8, n_layers=2, head_dim=16)
+    cached = costs.caching(1, 8, n_layers=2, head_dim=16)
+    assert f"rows projected {recomputed.rows_projected} against {cached.rows_projected}" in label
+    assert f"scores {recomputed.scores} against {cached.scores}" in label
+    assert f"bytes moved {recomputed.bytes_moved:,} against {cached.bytes_moved:,}" in label
+
+
+def test_the_rows_figure_states_the_rows_at_its_end():
+    label = svg(show.rows_written(8)).get("aria-label")
+    assert f"writes {8 + costs.rows_recopied_by_concatenation(8)} rows" in label
+    assert "writing in place writes 8." in label
+
+
+def documented(x):
+    """Return x.
+
+    Not shown.
+    """
+    # Shown.
+    return x
+
+
+def undocumented(x):
+    return x
+
+
+class Holder:
+    def method(self):
+        """Not shown."""
+        return 1
+
+
+def test_source_shows_the_code_without_the_docstring():
+    assert show.source(documented).data == "```python\ndef documented(x):\n    # Shown.\n    return x\n```"
+
+
+def test_source_shows_methods_at_the_margin_and_several_functions_together():
+    code = "def method(self):\n    return 1\n\ndef undocumented(x):\n    return x"
+    assert show.source(Holder.method, undocumented).data == f"```python\n{code}\n```"
