@@ -1,4 +1,4 @@
-"""Give pages what they load from the book's own folder: the widgets' script, and maths."""
+"""Give pages what they load from the book's own folder: the widgets, and maths."""
 
 import hashlib
 from importlib.resources import files
@@ -9,6 +9,7 @@ from sphinx.errors import ExtensionError
 from kvlib import widgets
 
 WIDGET_SCRIPT = "kv-widgets.js"
+WIDGET_STYLE = "kv-widgets.css"
 MATHJAX_SHA256 = "214c3da890b16db3d1319684cc04f3fd4e72ea59d5eb3863f256146015fb1783"
 
 # A page opened by double click may not fetch another to quote from it.
@@ -18,15 +19,16 @@ _SEARCH_BY_DOUBLE_CLICK = (
 
 
 def connect(app):
-    app.connect("builder-inited", write_widget_script)
+    app.connect("builder-inited", write_widget_files)
     app.connect("builder-inited", write_mathjax)
     app.connect("env-updated", pages_to_write_again)
     app.connect("html-page-context", load_what_the_page_needs)
 
 
-def write_widget_script(app):
-    """Write the one script that brings every widget of a page to life."""
-    _write(app, WIDGET_SCRIPT, widgets.script().encode("utf8"))
+def write_widget_files(app):
+    """Write the one script, and the one style sheet, that serve every widget of a page."""
+    for name, content in _widget_files().items():
+        _write(app, name, content)
 
 
 def write_mathjax(app):
@@ -43,7 +45,7 @@ def write_mathjax(app):
 
 def pages_to_write_again(app, env):
     """Return every page when a script or a style sheet changed, since pages name them by digest."""
-    digest = hashlib.sha256(widgets.script().encode("utf8"))
+    digest = hashlib.sha256(b"".join(_widget_files().values()))
     for folder in app.config.html_static_path:
         for path in sorted(Path(app.confdir, folder).rglob("*.*")):
             digest.update(path.read_bytes())
@@ -52,11 +54,19 @@ def pages_to_write_again(app, env):
 
 
 def load_what_the_page_needs(app, page, template, context, doctree):
-    """Add the widgets' script to a page that holds a widget."""
+    """Add the widgets' files to a page that holds a widget, and to the search page its exception."""
     if "<kv-widget" in context.get("body", ""):
         app.add_js_file(WIDGET_SCRIPT, loading_method="defer")
+        app.add_css_file(WIDGET_STYLE)
     if template == "search.html":
         app.add_js_file(None, body=_SEARCH_BY_DOUBLE_CLICK)
+
+
+def _widget_files():
+    return {
+        WIDGET_SCRIPT: widgets.script().encode("utf8"),
+        WIDGET_STYLE: widgets.stylesheet().encode("utf8"),
+    }
 
 
 def _write(app, name, content):
