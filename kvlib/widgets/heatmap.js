@@ -1,0 +1,146 @@
+// Attention heatmap: queries against slots, with the weight in each cell.
+
+// The scores of one query on the slots it may attend, from slot 0 on: its highest score, and how far
+// each lies below it. Gaps keep the softmax exact to float32 however large the scores are.
+// Order of the numbers: layer, row, head, appended query; for each the peak, then the gaps.
+function heatmapScores({ numbers, shape, lengths, counts }, layer, row, head, query) {
+  const heads = shape[2];
+  const before = (b, t) => t * (lengths[b] + 1) + (t * (t + 1)) / 2;   // numbers of the queries before t
+  const whole = (b) => before(b, counts[b]);
+  const rowsBefore = (end) => range(end).reduce((sum, b) => sum + heads * whole(b), 0);
+  const at = layer * rowsBefore(lengths.length) + rowsBefore(row) + head * whole(row) + before(row, query);
+  const [peak, ...gaps] = numbers.subarray(at, at + lengths[row] + query + 2);
+  return { peak, gaps };
+}
+
+function softmaxOfGaps(gaps) {
+  const powers = gaps.map(Math.exp);
+  const sum = powers.reduce((total, power) => total + power, 0);
+  return powers.map((power) => power / sum);
+}
+
+function readFloats(base64) {
+  return new Float32Array(Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0)).buffer);
+}
+
+const weightText = (weight) => (weight > 0 && weight < 0.00005 ? "below 0.0001" : weight.toFixed(4));
+const scoreText = (score) => (Math.abs(score) < 1e6 ? score.toFixed(3) : score.toExponential(3));
+const cellText = (weight) => (weight >= 0.995 ? "1.0" : weight.toFixed(2).slice(1));
+const tokenText = (token) => token.replaceAll("\n", "↵").replaceAll("\t", "⇥");
+
+function buildHeatmap(model, root) {
+  const fields = ["layer", "row", "head", "selected"];
+  const data = { ...model.get("data"), numbers: readFloats(model.get("data").numbers) };
+  const [layers, rows, heads, queries, capacity] = data.shape;
+  const { lengths, counts, tokens } = data;
+  const share = heads / data.n_kv_heads;
+  const speech = speaker("Layer 00, row 00, head 00 of KV head 00, query 00 “a longish token”, key in slot 000 “a longish "
+    + "token”: weight below 0.0001, score -000.000. Slot 000 holds a token appended before query 00 in this call. "
+    + "Query 00 attends slots 0 to 000.");
+  let preview = null, note = "";
+
+  const pick = (name, n) => stepper(name[0].toUpperCase() + name.slice(1), name[0].toUpperCase() + name.slice(1), (wanted) => {
+    const value = clamp(wanted, 0, n - 1);
+    note = value === wanted ? "" : `The ${name}s go from 0 to ${n - 1}.`;
+    change(model, { [name]: value });
+    update();
+  });
+  const layerPick = pick("layer", layers), rowPick = pick("row", rows);
+  const headPick = headChooser();
+  const slotHeads = range(capacity).map((j) => h("span", { role: "columnheader", class: "kv-slot" }));
+  const queryHeads = range(queries).map((t) => h("span", { role: "rowheader", class: "kv-rowhead" }));
+  const sums = range(queries).map(() => h("span", { role: "gridcell", class: "kv-sum" }));
+  const grid = makeGrid({
+    label: "Queries against cache slots, attention weights", rows: queries, columns: capacity,
+    head: [h("span", { role: "columnheader", class: "kv-rowhead" }, "query"), ...slotHeads,
+      h("span", { role: "columnheader", class: "kv-sum" }, "sum")],
+    rowHead: (t) => queryHeads[t],
+    rowTail: (t) => [sums[t]],
+    onselect(t, j) { note = ""; change(model, { selected: [t, j] }); },
+    onpreview(at) { preview = at; note = ""; update(); },
+  });
+  const head = h("div", { class: "kv-head" });
+  if (layers > 1) head.append(layerPick.el);
+  if (rows > 1) head.append(rowPick.el);
+  if (heads > 1) head.append(headPick);
+  if (head.children.length) root.append(head);
+  root.append(
+    h("div", { class: `kv-scroll kv-heat${tokens ? " kv-named" : ""}` }, grid.el), speech.el,
+    h("div", { class: "kv-foot" }, scale(), legend(["future", "unused", "idle"])),
+    h("p", { class: "kv-caption" }, TEXT.HEATMAP_CAPTION));
+
+  // Radio buttons of one form are one group, so no names are shared between widgets.
+  function headChooser() {
+    const radio = (i) => h("label", {}, h("input", { type: "radio", name: "head", value: i, "aria-label": `Head ${i}` }),
+      h("span", { "aria-hidden": "true" }, String(i)));
+    const group = (name, members) => h("fieldset", {}, h("legend", {}, name), h("div", {}, ...members.map(radio)));
+    const groups = share === 1 ? [group("Head", range(heads))]
+      : range(data.n_kv_heads).map((k) => group(`Heads on KV head ${k}`, range(share).map((i) => k * share + i)));
+    return h("form", {
+      class: "kv-heads", "aria-label": "Query head",
+      onsubmit: (event) => event.preventDefault(),
+      onchange(event) { note = ""; change(model, { head: Number(event.target.value) }); },
+    }, ...groups);
+  }
+
+  function scale() {
+    const steps = [0, 0.25, 0.5, 0.75, 1].map((weight) => {
+      const cell = h("span", { class: "kv-cell" });
+      paintWeight(cell, weight, "");
+      return cell;
+    });
+    return h("span", { class: "kv-scale", "aria-hidden": "true" }, "weight", ...steps);
+  }
+
+  function paintWeight(cell, weight, label) {
+    paint(cell, "weight", cellText(weight), label);
+    cell.style.setProperty("--kv-weight", weight);
+  }
+
+  function update() {
+    const at = Object.fromEntries(["layer", "row", "head"].map((name) => [name, model.get(name)]));
+    const { layer, row } = at;
+    const [length, count] = [lengths[row], counts[row]];
+    const token = (slot) => (slot < length + count ? tokens?.[row][slot] : undefined);
+    const quoted = (slot) => (token(slot) === undefined ? "" : ` “${tokenText(token(slot))}”`);
+    const label = (el, text, slot) => {
+      el.replaceChildren(text);
+      if (tokens) el.append(h("small", {}, tokenText(token(slot) ?? "")));
+    };
+    layerPick.show(layer);
+    rowPick.show(row);
+    headPick.querySelector(`[value="${at.head}"]`).checked = true;
+    slotHeads.forEach((el, j) => label(el, String(j), j));
+    queryHeads.forEach((el, t) => label(el, `query ${t}`, t < count ? length + t : capacity));
+
+    const scored = range(queries).map((t) => {
+      if (t >= count) return { weights: [] };
+      const { peak, gaps } = heatmapScores(data, layer, row, at.head, t);
+      return { scores: gaps.map((gap) => peak + gap), weights: softmaxOfGaps(gaps) };
+    });
+    scored.forEach(({ weights }, t) => {
+      grid.cells[t].forEach((cell, j) => {
+        const name = visibility.state(j, t, length, count);
+        if (visibility.mayAttend(j, t, length, count)) {
+          paintWeight(cell, weights[j], `Query ${t}, slot ${j}: weight ${weightText(weights[j])}`);
+        } else paint(cell, name, TEXT.GLYPHS[name], `Query ${t}, slot ${j}: masked, ${TEXT.LABELS[name]}`);
+      });
+      sums[t].textContent = weights.reduce((sum, weight) => sum + weight, 0).toFixed(2);
+    });
+    const selected = model.get("selected");
+    if (queries > 0) grid.mark(selected, (preview ?? selected)[0]);
+    if (note) return speech.say(note);
+    if (queries === 0) return speech.say("No query.", "This call offers no slots, so nothing attends.");
+    const [t, j] = preview ?? selected;
+    const where = [
+      layers > 1 ? `layer ${layer}` : "", rows > 1 ? `row ${row}` : "",
+      heads > 1 ? `head ${at.head}${share > 1 ? ` of KV head ${Math.floor(at.head / share)}` : ""}` : "",
+      `query ${t}${t < count ? quoted(length + t) : ""}`, `key in slot ${j}${quoted(j)}`,
+    ].filter(Boolean).join(", ");
+    const result = visibility.mayAttend(j, t, length, count)
+      ? `weight ${weightText(scored[t].weights[j])}, score ${scoreText(scored[t].scores[j])}.` : "masked, no weight.";
+    speech.say(`${where[0].toUpperCase()}${where.slice(1)}: ${result}`,
+      `${visibility.sentence(j, t, length, count)} ${visibility.querySentence(t, length, count)}`);
+  }
+  return { fields, update };
+}

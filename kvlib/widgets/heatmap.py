@@ -1,0 +1,403 @@
+"""The attention heatmap: how much of each slot every query takes."""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+
+import numpy as np
+
+from kvlib import visibility
+from kvlib.widgets._host import Widget, checks, spoken, synced
+from kvlib.widgets._table import table
+from kvlib.widgets._text import GLYPHS, HEATMAP_CAPTION, LABELS
+from kvlib.widgets._validation import index, text, whole
+
+#: Scores are shipped as float32, with room for the difference of any two.
+_LARGEST_SCORE = 1e38
+
+
+class AttentionHeatmap(Widget):
+    """Queries against slots, with the attention weight in each cell.
+
+    The scores of the cells that `kvlib.visibility` lets a query attend are shipped to the
+    browser, which computes their softmax.  What masked cells hold is never looked at.
+
+    Parameters
+    ----------
+    scores : array_like, shape (L, B, H_q, Q, M)
+        Scaled scores before the softmax, as numpy arrays or torch tensors.  Leading axes of
+        size one may be left out, down to (Q, M).
+    lengths, counts : sequence of int, shape (B,)
+        Live slots of each row before the call, and how many of the Q offered it appends.
+    n_kv_heads : int, optional
+        H_k, a divisor of H_q; query head h reads KV head ``h // (H_q // H_k)``.  Without
+        it every query head has its own.
+    tokens : sequence of sequence of str, optional
+        The text in each row's slots, at least for those live after the call.
+    layer, row, head : int
+        What is shown first.
+    selected : tuple of int, (query, slot)
+        The cell whose sentence is shown first.
+    title : str
+        Shown above the picture, and its name for screen readers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of the wrong type or does not fit the others, or if a score that
+        counts is not finite.
+
+    Notes
+    -----
+    In a notebook ``layer``, ``row``, ``head`` and ``selected`` are traits, kept in step
+    with the browser both ways.
+
+    Examples
+    --------
+    >>> from kvlib.widgets import AttentionHeatmap
+    >>> AttentionHeatmap([[0.0, 1.0, 0.0], [0.5, 0.5, 2.0]], lengths=[1], counts=[2])
+    <Attention heatmap: 1 layer, 1 row, 1 head on 1 KV head, 2 queries, 3 slots>
+    """
+
+    _kind = "heatmap"
+    _fields = ("data", "layer", "row", "head", "selected", "title")
+    data = synced()
+    layer = synced()
+    row = synced()
+    head = synced()
+    selected = synced()
+    title = synced()
+
+    def __init__(
+        self, scores, lengths, counts, n_kv_heads=None, tokens=None, layer=0, row=0, head=0, selected=(0, 0), title=""
+    ):
+        data = _data(scores, lengths, counts, n_kv_heads, tokens)
+        start = {"layer": layer, "row": row, "head": head, "selected": selected}
+        start = {name: _choice(name, value, data["shape"]) for name, value in start.items()}
+        super().__init__(data=data, **start, title=text("title", title))
+
+    @classmethod
+    def from_decode_step(cls, q, cache, **first):
+        """Show what `kvlib.decode_step` computes.
+
+        Parameters
+        ----------
+        q : array_like, shape (D,) or (Q, D)
+            The query of the newest step in the cache, or those of its newest Q steps, oldest
+            first.
+        cache : KVCache
+            The cache, the steps of the queries included.
+        **first
+            ``tokens``, ``row``, ``selected``, ``title``: as in the class.
+        """
+        q = np.atleast_2d(_numpy(q))
+        keys = np.zeros((cache.max_len, cache.d_k))
+        keys[: len(cache)] = cache.keys()
+        _require_steps(len(q), len(cache))
+        return cls._from_layers([q[None, None]], [keys[None, None]], [len(cache) - len(q)], [len(q)], None, **first)
+
+    @classmethod
+    def from_tuple_step(cls, q_new, cache, **first):
+        """Show what `kvlib.kv_cache_step` computes.
+
+        Parameters
+        ----------
+        q_new : array_like, shape (B, Q, D)
+            The queries of the newest Q tokens in the cache, oldest first: Q = 1 for one call,
+            more to see several calls in one picture.
+        cache : tuple of array_like
+            What the last call returned: keys (B, T, D) and values (B, T, D_v).
+        **first
+            ``tokens``, ``row``, ``selected``, ``title``: as in the class.
+        """
+        q, keys = _numpy(q_new), _numpy(cache[0])
+        rows, n_queries, _ = q.shape
+        _require_steps(n_queries, keys.shape[1])
+        lengths = [keys.shape[1] - n_queries] * rows
+        return cls._from_layers([q[:, None]], [keys[:, None]], lengths, [n_queries] * rows, None, **first)
+
+    @classmethod
+    def from_batched_step(cls, query, result, lengths, append_mask, options=None, **first):
+        """Show what `kvlib.kv_cache_attention_step` returned.
+
+        Parameters
+        ----------
+        query : array_like, shape (B, H_q, Q, D)
+            The query of the call.
+        result : dict
+            What the call returned.
+        lengths, append_mask, options
+            As in the call: ``lengths`` (B,) counts the slots that were live before it.
+        **first
+            ``tokens``, ``layer``, ``row``, ``head``, ``selected``, ``title``: as in the class.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As in the class, and if the arguments are not those of the call: the weights
+            that they give must be the weights in the result.
+        """
+        return cls.from_layers([query], [result], lengths, append_mask, options, **first)
+
+    @classmethod
+    def from_layers(cls, queries, results, lengths, append_mask, options=None, **first):
+        """Show one call of `kvlib.kv_cache_attention_step` for each layer of a model.
+
+        Parameters
+        ----------
+        queries, results : sequence
+            The query and the result of each layer's call; see `from_batched_step`.  Of a
+            result, ``key_cache`` is needed; ``attention`` and ``lengths`` are compared with
+            the picture if they are there.
+        lengths, append_mask, options, **first
+            As in `from_batched_step`.
+        """
+        lengths, counts = _numpy(lengths).astype(int).tolist(), _counts(_numpy(append_mask))
+        keys = [_numpy(result["key_cache"]) for result in results]
+        heatmap = cls._from_layers(
+            [_numpy(query) for query in queries], keys, lengths, counts, (options or {}).get("scale"), **first
+        )
+        for layer, (query, result) in enumerate(zip(queries, results, strict=True)):
+            heatmap._require_agreement(layer, query, result)
+        return heatmap
+
+    @classmethod
+    def _from_layers(cls, queries, keys, lengths, counts, scale, **first):
+        scores = [_scores(query, key, lengths, counts, scale) for query, key in zip(queries, keys, strict=True)]
+        return cls(np.stack(scores), lengths, counts, n_kv_heads=keys[0].shape[1], **first)
+
+    def weights(self, layer=0, row=0, head=0):
+        """Return the weights in the picture.
+
+        Parameters
+        ----------
+        layer, row, head : int
+
+        Returns
+        -------
+        numpy.ndarray of float64, shape (Q, M)
+            Zero wherever a query may not attend.
+        """
+        n_queries, capacity = self.data["shape"][3:]
+        weights = np.zeros((n_queries, capacity))
+        for query, (_, gaps) in enumerate(self._numbers(layer, row, head)):
+            powers = np.exp(gaps.astype(np.float64))
+            weights[query, : len(gaps)] = powers / powers.sum()
+        return weights
+
+    def _numbers(self, layer, row, head):
+        """Yield the peak score and the gaps below it of each appended query, as shipped."""
+        _, _, heads, _, _ = self.data["shape"]
+        lengths, counts = self.data["lengths"], self.data["counts"]
+        sizes = [sum(length + query + 2 for query in range(count)) for length, count in zip(lengths, counts)]
+        at = layer * heads * sum(sizes) + heads * sum(sizes[:row]) + head * sizes[row]
+        numbers = np.frombuffer(base64.b64decode(self.data["numbers"]), "<f4")
+        for query in range(counts[row]):
+            end = at + lengths[row] + query + 2
+            yield numbers[at], numbers[at + 1 : end]
+            at = end
+
+    def _require_agreement(self, layer, query, result):
+        """Raise unless the result of a call holds the weights and lengths of the picture."""
+        after = [length + count for length, count in zip(self.data["lengths"], self.data["counts"])]
+        if "lengths" in result and _numpy(result["lengths"]).tolist() != after:
+            raise ValueError(
+                f"lengths and append_mask give {after} slots after the call, but the result has "
+                f"{_numpy(result['lengths']).astype(int).tolist()}; lengths must be those before the call"
+            )
+        if result.get("attention") is None:
+            return
+        _, rows, heads, _, _ = self.data["shape"]
+        shown = np.array([[self.weights(layer, row, head) for head in range(heads)] for row in range(rows)])
+        returned = _numpy(result["attention"])
+        reach = np.abs(_numpy(query)).sum(-1).max(initial=1) * _largest_key(result, after)
+        tolerance = 2 * _eps(result["attention"]) + 4 * min(_eps(result["attention"]), 2.0**-23) * reach
+        if shown.shape != returned.shape or np.abs(shown - returned).max(initial=0) > tolerance:
+            raise ValueError(
+                f"the weights of layer {layer} differ from result['attention']; "
+                "query, lengths, append_mask and options must be those of the call"
+            )
+
+    @checks("layer", "row", "head", "selected")
+    def _check_choice(self, name, value):
+        return _choice(name, value, self.data["shape"])
+
+    def _summary(self):
+        layers, rows, heads, queries, slots = self.data["shape"]
+        counted = [(layers, "layer"), (rows, "row"), (heads, "head")], [(queries, "query"), (slots, "slot")]
+        first, last = (", ".join(_count(*pair) for pair in pairs) for pairs in counted)
+        return f"{first} on {_count(self.data['n_kv_heads'], 'KV head')}, {last}"
+
+    def _still(self):
+        lengths, counts = self.data["lengths"], self.data["counts"]
+        length, count = lengths[self.row], counts[self.row]
+        _, _, _, n_queries, capacity = self.data["shape"]
+        weights = self.weights(self.layer, self.row, self.head)
+
+        def cell(query, slot):
+            if not visibility.may_attend(slot, query, length, count):
+                name = visibility.state(slot, query, length, count)
+                return name, GLYPHS[name], ""
+            weight = weights[query, slot]
+            return "weight", f"{weight:.2f}", f"--kv-weight:{weight:.4f}"
+
+        still = table(
+            caption=f"Layer {self.layer}, row {self.row}, head {self.head}",
+            columns=[f"{slot}{self._quoted(slot)}" for slot in range(capacity)],
+            rows=[
+                f"query {query}{self._quoted(length + query if query < count else capacity)}"
+                for query in range(n_queries)
+            ],
+            cells=[[cell(query, slot) for slot in range(capacity)] for query in range(n_queries)],
+        )
+        legend = ", ".join(f"{GLYPHS[name]} {LABELS[name]}" for name in ("future", "unused", "idle"))
+        return f'{still}<p class="kv-caption">{HEATMAP_CAPTION} Masked: {legend}.</p>'
+
+    def _quoted(self, slot):
+        after = self.data["lengths"][self.row] + self.data["counts"][self.row]
+        return f" “{self.data['tokens'][self.row][slot]}”" if self.data["tokens"] and slot < after else ""
+
+    def _spoken(self):
+        if self.data["shape"][3] == 0:
+            return spoken("No query.", "This call offers no slots, so nothing attends.")
+        query, slot = self.selected
+        length, count = self.data["lengths"][self.row], self.data["counts"][self.row]
+        seen = visibility.may_attend(slot, query, length, count)
+        weight = self.weights(self.layer, self.row, self.head)[query, slot]
+        return spoken(
+            f"Query {query}, key in slot {slot}: {f'weight {weight:.4f}' if seen else 'masked, no weight'}.",
+            f"{visibility.sentence(slot, query, length, count)} "
+            f"{visibility.query_sentence(query, length, count)}",
+        )
+
+
+def _data(scores, lengths, counts, n_kv_heads, tokens):
+    """Return everything the browser needs to compute the weights, as JSON-ready values."""
+    scores = _numpy(scores)
+    if not 2 <= scores.ndim <= 5:
+        raise ValueError(f"scores has shape {scores.shape}; it must be (L, B, H_q, Q, M), or end so")
+    scores = scores.reshape((1,) * (5 - scores.ndim) + scores.shape)
+    layers, rows, heads, n_queries, capacity = scores.shape
+    if 0 in (layers, rows, heads, capacity):
+        raise ValueError(f"scores has shape {scores.shape}; only Q, the next to last size, may be 0")
+    seen = visibility.mask(lengths, counts, n_queries, capacity)
+    if len(seen) != rows:
+        raise ValueError(f"lengths has {len(seen)} rows; it must have as many as scores, {rows}")
+    n_kv_heads = heads if n_kv_heads is None else whole("n_kv_heads", n_kv_heads)
+    if n_kv_heads < 1 or heads % n_kv_heads:
+        raise ValueError(f"n_kv_heads was {n_kv_heads}; it must divide the {heads} query heads")
+    lengths, counts = [int(length) for length in lengths], [int(count) for count in counts]
+    return {
+        "numbers": base64.b64encode(_ship(scores, seen, lengths, counts)).decode("ascii"),
+        "shape": [layers, rows, heads, n_queries, capacity],
+        "lengths": lengths,
+        "counts": counts,
+        "n_kv_heads": n_kv_heads,
+        "tokens": _tokens(tokens, lengths, counts, capacity),
+    }
+
+
+def _ship(scores, seen, lengths, counts):
+    """Return, by layer, row, head and appended query, the peak score and the gaps below it."""
+    layers, rows, heads, _, _ = scores.shape
+    counted = scores[np.broadcast_to(seen[None, :, None], scores.shape)]
+    if not np.all(np.abs(counted) <= _LARGEST_SCORE):
+        worst = counted[~(np.abs(counted) <= _LARGEST_SCORE)][0]
+        raise ValueError(f"scores holds {worst} where a query attends; it must be finite and below 1e38 in size")
+    pieces = [
+        np.append(peak := visible.max(), visible - peak)
+        for layer in range(layers)
+        for row in range(rows)
+        for head in range(heads)
+        for query in range(counts[row])
+        for visible in [scores[layer, row, head, query, : lengths[row] + query + 1]]
+    ]
+    return np.concatenate([*pieces, []]).astype("<f4").tobytes()
+
+
+def _tokens(tokens, lengths, counts, capacity):
+    if tokens is None:
+        return None
+    tokens = [list(row) for row in tokens]
+    if len(tokens) != len(lengths):
+        raise ValueError(f"tokens has {len(tokens)} rows; it must have as many as lengths, {len(lengths)}")
+    for row, labels in enumerate(tokens):
+        after = lengths[row] + counts[row]
+        if not after <= len(labels) <= capacity:
+            raise ValueError(
+                f"tokens[{row}] has {len(labels)} labels; it must have {after} for the live slots, "
+                f"and at most {capacity}"
+            )
+        for slot, label in enumerate(labels):
+            text(f"tokens[{row}][{slot}]", label)
+    return tokens
+
+
+def _choice(name, value, shape):
+    """Return what is shown first of a dimension, checked against the shape of the scores."""
+    layers, rows, heads, n_queries, capacity = shape
+    if name != "selected":
+        return index(name, value, {"layer": layers, "row": rows, "head": heads}[name])
+    try:
+        query, slot = value
+    except (TypeError, ValueError):
+        raise TypeError(f"selected was {value!r}; it must be (query, slot)") from None
+    return [index("selected query", query, max(n_queries, 1)), index("selected slot", slot, capacity)]
+
+
+def _scores(query, keys, lengths, counts, scale):
+    """Return the scaled scores (B, H_q, Q, M); what the call does not read counts as zeros."""
+    if query.ndim != 4 or keys.ndim != 4:
+        raise ValueError(
+            f"query has shape {query.shape} and key_cache {keys.shape}; "
+            "they must be (B, H_q, Q, D) and (B, H_k, M, D)"
+        )
+    n_queries, size = query.shape[2:]
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"query has {heads} heads; it must have a multiple of the {kv_heads} heads of key_cache")
+    appended = np.arange(n_queries) < np.array(counts)[:, None]
+    live = np.arange(keys.shape[2]) < (np.array(lengths) + np.array(counts))[:, None]
+    query = np.where(appended[:, None, :, None], query, 0)
+    keys = np.repeat(np.where(live[:, None, :, None], keys, 0), heads // kv_heads, axis=1)
+    return query @ keys.swapaxes(-1, -2) * (1 / math.sqrt(size) if scale is None else scale)
+
+
+def _counts(append_mask):
+    counts = append_mask.astype(bool).sum(-1)
+    if (append_mask != (np.arange(append_mask.shape[-1]) < counts[:, None])).any():
+        raise ValueError("append_mask has a True after a False; every row must hold its Trues first")
+    return counts.tolist()
+
+
+def _largest_key(result, after):
+    keys = _numpy(result["key_cache"])
+    return max((np.abs(keys[row, :, :end]).max(initial=1) for row, end in enumerate(after)), default=1)
+
+
+def _require_steps(n_queries, n_steps):
+    if not 1 <= n_queries <= n_steps:
+        raise ValueError(
+            f"there were {n_queries} queries for {n_steps} steps in the cache; each query must have its step there"
+        )
+
+
+def _numpy(array):
+    """Return an array or a tensor of any device and floating dtype as a numpy array."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu().double().numpy()
+    return np.asarray(array, dtype=np.float64)
+
+
+def _eps(array):
+    """Return the distance from 1 to the next number of an array's or a tensor's dtype."""
+    info = sys.modules["torch"].finfo if hasattr(array, "detach") else np.finfo
+    return float(info(array.dtype).eps)
+
+
+def _count(number, noun):
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
