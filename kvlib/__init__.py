@@ -5,6 +5,7 @@
 
 from importlib import import_module
 
+from kvlib import visibility
 from kvlib.numpy_cache import KVCache, decode_step
 
 __version__ = "0.1.0"
@@ -14,7 +15,7 @@ _TORCH_NAMES = {
     "kv_cache_attention_step": "kvlib.batched_cache",
 }
 
-__all__ = ["KVCache", "decode_step", *_TORCH_NAMES]
+__all__ = ["KVCache", "decode_step", "visibility", *_TORCH_NAMES]
 
 
 def __getattr__(name):

@@ -94,9 +94,9 @@ class KVCache:
         Returns
         -------
         numpy.ndarray of float64, shape (len(cache), d_k)
-            A read-only view: it costs no copy, and later appends do not change it.
+            A copy: it is the caller's, and neither changes the cache nor changes with it.
         """
-        return _read_only(self._keys)[: self._len]
+        return self._stored()[0].copy()
 
     def values(self):
         """Return the stored values, in the order of the appends.
@@ -104,9 +104,13 @@ class KVCache:
         Returns
         -------
         numpy.ndarray of float64, shape (len(cache), d_v)
-            A read-only view: it costs no copy, and later appends do not change it.
+            A copy: it is the caller's, and neither changes the cache nor changes with it.
         """
-        return _read_only(self._values)[: self._len]
+        return self._stored()[1].copy()
+
+    def _stored(self):
+        """Return the stored keys and values as views of the buffers: reading them copies nothing."""
+        return self._keys[: self._len], self._values[: self._len]
 
 
 def decode_step(q, cache):
@@ -132,37 +136,34 @@ def decode_step(q, cache):
     Raises
     ------
     TypeError
-        If q does not hold real numbers.
+        If the cache is not a `KVCache`, or q does not hold real numbers.
     ValueError
         If the cache is empty, or if q has another shape or a number that is not finite.
     """
-    keys, values = cache.keys(), cache.values()
-    if len(keys) == 0:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache was a {type(cache).__name__}; it must be a KVCache")
+    if len(cache) == 0:
         raise ValueError("cache was empty; it must hold at least one step: append before you attend")
     q = _real("q", q)
-    if q.shape != keys.shape[1:]:
-        raise ValueError(f"q had shape {q.shape}; it must be {keys.shape[1:]}, one query of size d_k")
-    weights = np.exp(_scores_below_best(keys, q))
-    weights /= weights.sum()
-    return weights @ values, weights
+    if q.shape != (cache.d_k,):
+        raise ValueError(f"q had shape {q.shape}; it must be ({cache.d_k},), one query of size d_k")
+    keys, values = cache._stored()
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        weights = np.exp(_scores_below_best(keys, q))
+        weights /= weights.sum()
+        return weights @ values, weights
 
 
 def _scores_below_best(keys, q):
     """Return how far each score ``K q / sqrt(d_k)`` lies below the best one: finite or -inf, never NaN."""
     q = q / np.sqrt(len(q))
-    with np.errstate(over="ignore", invalid="ignore"):
-        scores = keys @ q
-        if np.isfinite(scores).all():
-            return scores - scores.max()
-        # The products overflow float64: compare scaled-down scores, and scale up their differences.
-        key_size, q_size = np.abs(keys).max(), np.abs(q).max()
-        scores = (keys / key_size) @ (q / q_size)
-        return (scores - scores.max()) * key_size * q_size
-
-
-def _read_only(buffer):
-    # A plain view could be made writeable again; a view of a read-only memoryview cannot.
-    return np.asarray(memoryview(buffer).toreadonly())
+    scores = keys @ q
+    if np.isfinite(scores).all():
+        return scores - scores.max()
+    # The products overflow float64: compare scaled-down scores, and scale up their differences.
+    key_size, q_size = np.abs(keys).max(), np.abs(q).max()
+    scores = (keys / key_size) @ (q / q_size)
+    return (scores - scores.max()) * key_size * q_size
 
 
 def _size(name, size):
@@ -181,11 +182,12 @@ def _real(name, numbers):
     """Return `numbers` as a float64 array, or say why they cannot be one."""
     try:
         array = np.asarray(numbers)
-    except ValueError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} was not an array: {error}; it must be a rectangle of numbers") from error
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} had dtype {array.dtype}; it must hold real numbers")
-    array = array.astype(np.float64)
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float64)
     if not np.isfinite(array).all():
         raise ValueError(f"{name} held NaN or infinity; every number must be finite")
     return array

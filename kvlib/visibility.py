@@ -35,9 +35,12 @@ SENTENCES = {
     "chunk": "Slot {slot} holds a token appended before query {query} in this call.",
     "self": "Slot {slot} holds the token of query {query} itself.",
     "future": "Slot {slot} holds a token appended after query {query} in this call: it is the future.",
-    "unused": "Slot {slot} is unused: this row has only {new_length} live slots after the call.",
+    "unused": "Slot {slot} is unused: after this call the length of the row is {new_length}.",
     "idle": "Query {query} is idle: nothing was appended for it, so it attends no slot.",
 }
+
+# Sums of a few of these still fit int64.
+_LARGEST = 2**60
 
 _QUERY_SENTENCES = {
     "idle": "Query {query} is idle and attends no slot.",
@@ -50,7 +53,8 @@ def may_attend(slot, query, length, count):
     """Say whether a query may attend a slot: the one rule of this project.
 
     Only comparisons, ``+`` and ``&`` are used, so Python integers, numpy arrays and
-    torch tensors all work and broadcast in their own way.
+    torch tensors all work and broadcast in their own way. Nothing is checked, and
+    ``length + query`` must fit the integer type.
 
     Parameters
     ----------
@@ -119,7 +123,7 @@ def state(slot, query, length, count):
         As in `may_attend`.
     """
     cell = {"slot": slot, "query": query, "length": length, "count": count}
-    reasons = _reasons(*(_whole(name, number) for name, number in cell.items()))
+    reasons = _reasons(*_whole_each(cell))
     return next(name for name, holds in reasons.items() if holds)
 
 
@@ -144,6 +148,7 @@ def query_sentence(query, length, count):
     query, length, count : int
         As in `may_attend`.
     """
+    query, length, count = _whole_each({"query": query, "length": length, "count": count})
     last = length + query
     if query >= count:
         kind = "idle"
@@ -167,7 +172,7 @@ def _reasons(slot, query, length, count):
 
 def _grid(lengths, counts, n_queries, capacity):
     """Return slot, query, length and count, validated and shaped to broadcast to (B, Q, M)."""
-    n_queries, capacity = _whole("n_queries", n_queries), _whole("capacity", capacity)
+    n_queries, capacity = _whole_each({"n_queries": n_queries, "capacity": capacity})
     lengths, counts = _whole_numbers("lengths", lengths), _whole_numbers("counts", counts)
     if len(lengths) != len(counts):
         raise ValueError(
@@ -192,13 +197,25 @@ def _grid(lengths, counts, n_queries, capacity):
 
 def _whole(name, number):
     try:
-        number = operator.index(number)
+        whole = operator.index(number)
     except TypeError:
-        raise TypeError(f"{name} was {number!r}; it must be a whole number") from None
-    if number < 0:
-        raise ValueError(f"{name} was {number}; it must be 0 or more")
-    return number
+        whole = None
+    if whole is None or isinstance(number, bool):
+        raise TypeError(f"{name} was {number!r}; it must be a whole number")
+    if whole < 0:
+        raise ValueError(f"{name} was {whole}; it must be 0 or more")
+    if whole > _LARGEST:
+        raise ValueError(f"{name} was {whole}; it must be {_LARGEST} or less")
+    return whole
+
+
+def _whole_each(numbers):
+    return [_whole(name, number) for name, number in numbers.items()]
 
 
 def _whole_numbers(name, numbers):
-    return np.array([_whole(f"{name}[{row}]", number) for row, number in enumerate(numbers)], dtype=np.int64)
+    try:
+        numbers = list(numbers)
+    except TypeError:
+        raise TypeError(f"{name} was {numbers!r}; it must be a sequence of whole numbers") from None
+    return np.array(_whole_each({f"{name}[{row}]": number for row, number in enumerate(numbers)}), dtype=np.int64)
