@@ -27,6 +27,7 @@ def expression():
         "GLYPHS": _text.GLYPHS,
         "LABELS": _text.LABELS,
         "HEATMAP_CAPTION": _text.HEATMAP_CAPTION,
+        "NO_QUERY": _text.NO_QUERY,
     }
     parts = [(_HERE / name).read_text(encoding="utf-8") for name in _PARTS]
     return "\n".join(

@@ -89,7 +89,7 @@ class Widget(_Host):
             f'<kv-widget kind="{self._kind}"><script type="application/json">{state}</script>'
             f'<figure class="kv kv-fallback"><figcaption>{self._caption()}</figcaption>'
             f'<div class="kv-scroll">{self._still()}</div>'
-            f'<p class="kv-say">{self._spoken()}</p></figure></kv-widget>'
+            f'<div class="kv-say"><p>{self._spoken()}</p></div></figure></kv-widget>'
         )
 
     def _caption(self):

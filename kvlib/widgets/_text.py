@@ -1,4 +1,6 @@
-"""Names, labels and glyphs that the Python and the JavaScript of the widgets share."""
+"""Names, labels, glyphs and sentences that the Python and the JavaScript of the widgets share."""
+
+from kvlib import visibility
 
 NAMES = {"slots": "Slot explorer", "heatmap": "Attention heatmap"}
 
@@ -16,3 +18,12 @@ LABELS = {
 }
 
 HEATMAP_CAPTION = "A row is a query, a column is a cache slot. The weights of a query sum to 1; an idle query has none."
+NO_QUERY = ["No query.", "This call offers no slots, so nothing is appended and nothing attends."]
+
+
+def explain(slot, query, length, count):
+    """Return why a query may or may not attend a slot, and what it attends at all."""
+    why = visibility.sentence(slot, query, length, count)
+    if visibility.state(slot, query, length, count) == "idle":
+        return why
+    return f"{why} {visibility.query_sentence(query, length, count)}"

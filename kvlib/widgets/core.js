@@ -24,6 +24,12 @@ const visibility = {
   },
 };
 
+// Why a query may or may not attend a slot, and what it attends at all.
+function explain(slot, query, length, count) {
+  const why = visibility.sentence(slot, query, length, count);
+  return query < count ? `${why} ${visibility.querySentence(query, length, count)}` : why;
+}
+
 function fill(template, values) {
   return template.replace(/\{(\w+)\}/g, (_, name) => values[name]);
 }
@@ -42,17 +48,19 @@ function h(tag, attributes, ...children) {
   return el;
 }
 
-// A labelled whole number with - and + buttons. onwant gets the number asked for, within limits or not:
-// the widget decides and then calls show() with what it became.
+// A labelled whole number with - and + buttons. onwant gets the number asked for, within limits or not;
+// the widget decides what it becomes and shows that.
 function stepper(label, spoken, onwant) {
-  const wish = (number) => { if (Number.isInteger(number)) onwant(number); };
   const input = h("input", {
     type: "number", inputmode: "numeric", "aria-label": spoken,
-    oninput: () => { if (input.value !== "") wish(Number(input.value)); },
-    onchange: () => { input.value = shown; },
+    onchange() {
+      const wanted = input.valueAsNumber;
+      input.value = shown;
+      if (Number.isInteger(wanted)) onwant(wanted);
+    },
   });
   const button = (sign, verb, by) => h("button", {
-    type: "button", tabindex: -1, "aria-label": `${verb} ${spoken}`, onclick: () => wish(shown + by),
+    type: "button", tabindex: -1, "aria-label": `${verb} ${spoken}`, onclick: () => onwant(shown + by),
   }, sign);
   let shown = 0;
   return {
@@ -60,7 +68,7 @@ function stepper(label, spoken, onwant) {
       h("span", { class: "kv-spin" }, button("−", "Decrease", -1), input, button("+", "Increase", 1))),
     show(number) {
       shown = number;
-      if (input.value !== String(number)) input.value = number;
+      input.value = number;
     },
   };
 }
@@ -80,11 +88,11 @@ function speaker(longest) {
 }
 
 // A grid of cells with one tab stop. Arrows, Home and End move; focus and click select; the pointer previews.
-// head: elements of the header row, the corner included; rowHead(r) and rowTail(r) give a row's own ends.
-function makeGrid({ label, rows, columns, head, rowHead, rowTail = () => [], onselect, onpreview }) {
+// corner, columnHeads and rowHeads label it; tails, if any, end the header row and each row.
+function makeGrid({ label, corner, columnHeads, rowHeads, tails = [], onselect, onpreview }) {
+  const rows = rowHeads.length, columns = columnHeads.length;
   const cells = range(rows).map((r) => range(columns).map((c) =>
     h("div", { role: "gridcell", class: "kv-cell", tabindex: -1, "data-row": r, "data-column": c })));
-  const heads = range(rows).map(rowHead);
   const line = (...children) => h("div", { role: "row", class: "kv-line" }, ...children);
   const place = (event) => {
     const cell = event.target.closest("[data-row]");
@@ -108,13 +116,14 @@ function makeGrid({ label, rows, columns, head, rowHead, rowTail = () => [], ons
     onclick: (event) => { const at = place(event); if (at) cells[at[0]][at[1]].focus(); },
     onpointerover: (event) => { const at = place(event); if (at) onpreview(at); },
     onpointerleave: () => onpreview(null),
-  }, line(...head), ...range(rows).map((r) => line(heads[r], ...cells[r], ...rowTail(r))));
+  }, ...[[corner, ...columnHeads], ...rowHeads.map((head, r) => [head, ...cells[r]])]
+    .map((parts, i) => line(...parts, ...tails.slice(i, i + 1))));
 
   let stop = cells[0]?.[0];
   if (stop) stop.tabIndex = 0;
   return {
     el, cells,
-    // Mark the selected cell, or none, and the query that the sentence speaks of.
+    // Mark the selected cell, and the heads of the cell that the sentence speaks of; either may be null.
     mark(selected, spoken) {
       el.querySelector("[aria-selected]")?.removeAttribute("aria-selected");
       if (selected) {
@@ -123,7 +132,8 @@ function makeGrid({ label, rows, columns, head, rowHead, rowTail = () => [], ons
         stop.tabIndex = 0;
         stop.setAttribute("aria-selected", "true");
       }
-      heads.forEach((el, r) => el.classList.toggle("kv-on", r === spoken));
+      rowHeads.forEach((head, r) => head.classList.toggle("kv-on", r === spoken?.[0]));
+      columnHeads.forEach((head, c) => head.classList.toggle("kv-on", c === spoken?.[1]));
     },
   };
 }
@@ -153,19 +163,19 @@ function draw(kind, open, el) {
     const model = open();
     const root = h("div", { class: "kv", role: "group", "aria-label": model.get("title") || TEXT.NAMES[kind] });
     if (model.get("title")) root.append(h("p", { class: "kv-title" }, model.get("title")));
-    const { fields, update } = WIDGETS[kind](model, root);
-    el.append(root);
-    update();
     // Several fields often change together: draw once, when all have.
     let waiting = false;
-    const later = () => {
+    const redraw = () => {
       if (waiting) return;
       waiting = true;
       queueMicrotask(() => { waiting = false; guarded(update); });
     };
+    const { fields, update } = WIDGETS[kind](model, root, redraw);
+    el.append(root);
+    update();
     const events = fields.map((name) => `change:${name}`);
-    events.forEach((event) => model.on(event, later));
-    return () => events.forEach((event) => model.off(event, later));
+    events.forEach((event) => model.on(event, redraw));
+    return () => events.forEach((event) => model.off(event, redraw));
   });
 }
 
@@ -198,7 +208,6 @@ function upgradePage() {
       const open = () => pageModel(JSON.parse(this.querySelector("script").textContent));
       draw(this.getAttribute("kind"), open, this.live);
       this.append(this.live);
-      this.classList.toggle("kv-ready", !this.live.querySelector(".kv-error"));
     }
   });
 }

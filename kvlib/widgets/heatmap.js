@@ -26,24 +26,25 @@ function readFloats(base64) {
 const weightText = (weight) => (weight > 0 && weight < 0.00005 ? "below 0.0001" : weight.toFixed(4));
 const scoreText = (score) => (Math.abs(score) < 1e6 ? score.toFixed(3) : score.toExponential(3));
 const cellText = (weight) => (weight >= 0.995 ? "1.0" : weight.toFixed(2).slice(1));
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const tokenText = (token) => token.replaceAll("\n", "↵").replaceAll("\t", "⇥");
 
-function buildHeatmap(model, root) {
+function buildHeatmap(model, root, redraw) {
   const fields = ["layer", "row", "head", "selected"];
   const data = { ...model.get("data"), numbers: readFloats(model.get("data").numbers) };
   const [layers, rows, heads, queries, capacity] = data.shape;
   const { lengths, counts, tokens } = data;
   const share = heads / data.n_kv_heads;
-  const speech = speaker("Layer 00, row 00, head 00 of KV head 00, query 00 “a longish token”, key in slot 000 “a longish "
-    + "token”: weight below 0.0001, score -000.000. Slot 000 holds a token appended before query 00 in this call. "
-    + "Query 00 attends slots 0 to 000.");
+  const longest = (tokens ?? []).flat().reduce((longer, token) => (token.length > longer.length ? token : longer), "");
+  const speech = speaker(`${place(layers, rows, heads, 100, longest, 100, longest)}: weight below 0.0001, score -100.000. `
+    + "Slot 100 holds a token appended before query 100 in this call. Query 100 attends slots 0 to 100.");
   let preview = null, note = "";
 
-  const pick = (name, n) => stepper(name[0].toUpperCase() + name.slice(1), name[0].toUpperCase() + name.slice(1), (wanted) => {
+  const pick = (name, n) => stepper(capital(name), capital(name), (wanted) => {
     const value = clamp(wanted, 0, n - 1);
     note = value === wanted ? "" : `The ${name}s go from 0 to ${n - 1}.`;
     change(model, { [name]: value });
-    update();
+    redraw();
   });
   const layerPick = pick("layer", layers), rowPick = pick("row", rows);
   const headPick = headChooser();
@@ -51,35 +52,53 @@ function buildHeatmap(model, root) {
   const queryHeads = range(queries).map((t) => h("span", { role: "rowheader", class: "kv-rowhead" }));
   const sums = range(queries).map(() => h("span", { role: "gridcell", class: "kv-sum" }));
   const grid = makeGrid({
-    label: "Queries against cache slots, attention weights", rows: queries, columns: capacity,
-    head: [h("span", { role: "columnheader", class: "kv-rowhead" }, "query"), ...slotHeads,
-      h("span", { role: "columnheader", class: "kv-sum" }, "sum")],
-    rowHead: (t) => queryHeads[t],
-    rowTail: (t) => [sums[t]],
-    onselect(t, j) { note = ""; change(model, { selected: [t, j] }); },
-    onpreview(at) { preview = at; note = ""; update(); },
+    label: "Queries against cache slots, attention weights",
+    corner: h("span", { role: "columnheader", class: "kv-rowhead" }, "query"),
+    columnHeads: slotHeads,
+    rowHeads: queryHeads,
+    tails: [h("span", { role: "columnheader", class: "kv-sum" }, "sum"), ...sums],
+    onselect(t, j) {
+      change(model, { selected: [t, j] });
+      look(null);
+    },
+    onpreview: look,
   });
-  const head = h("div", { class: "kv-head" });
-  if (layers > 1) head.append(layerPick.el);
-  if (rows > 1) head.append(rowPick.el);
-  if (heads > 1) head.append(headPick);
-  if (head.children.length) root.append(head);
+  function look(at) {
+    preview = at;
+    note = "";
+    redraw();
+  }
+  const choices = [[layers, layerPick.el], [rows, rowPick.el], [heads, headPick]].filter(([n]) => n > 1);
+  if (choices.length) root.append(h("div", { class: "kv-head" }, ...choices.map(([, el]) => el)));
   root.append(
     h("div", { class: `kv-scroll kv-heat${tokens ? " kv-named" : ""}` }, grid.el), speech.el,
-    h("div", { class: "kv-foot" }, scale(), legend(["future", "unused", "idle"])),
+    h("div", { class: "kv-foot" }, scale(), "masked:", legend(["future", "unused", "idle"])),
     h("p", { class: "kv-caption" }, TEXT.HEATMAP_CAPTION));
 
-  // Radio buttons of one form are one group, so no names are shared between widgets.
+  // Where a cell is, in words; what there is only one of goes without saying.
+  function place(layer, row, head, query, queryToken, slot, slotToken) {
+    const quoted = (token) => (token === undefined ? "" : ` “${tokenText(token)}”`);
+    return capital([
+      layers > 1 ? `layer ${layer}` : "", rows > 1 ? `row ${row}` : "",
+      heads > 1 ? `head ${head}${share > 1 ? ` of KV head ${Math.floor(head / share)}` : ""}` : "",
+      `query ${query}${quoted(queryToken)}`, `key in slot ${slot}${quoted(slotToken)}`,
+    ].filter(Boolean).join(", "));
+  }
+
+  // Radio buttons of one form are one group, so widgets share no names.
   function headChooser() {
     const radio = (i) => h("label", {}, h("input", { type: "radio", name: "head", value: i, "aria-label": `Head ${i}` }),
       h("span", { "aria-hidden": "true" }, String(i)));
     const group = (name, members) => h("fieldset", {}, h("legend", {}, name), h("div", {}, ...members.map(radio)));
     const groups = share === 1 ? [group("Head", range(heads))]
-      : range(data.n_kv_heads).map((k) => group(`Heads on KV head ${k}`, range(share).map((i) => k * share + i)));
+      : range(data.n_kv_heads).map((k) => group(`Heads of KV head ${k}`, range(share).map((i) => k * share + i)));
     return h("form", {
       class: "kv-heads", "aria-label": "Query head",
       onsubmit: (event) => event.preventDefault(),
-      onchange(event) { note = ""; change(model, { head: Number(event.target.value) }); },
+      onchange(event) {
+        change(model, { head: Number(event.target.value) });
+        look(null);
+      },
     }, ...groups);
   }
 
@@ -98,24 +117,23 @@ function buildHeatmap(model, root) {
   }
 
   function update() {
-    const at = Object.fromEntries(["layer", "row", "head"].map((name) => [name, model.get(name)]));
-    const { layer, row } = at;
+    const [layer, row, head] = ["layer", "row", "head"].map((name) => model.get(name));
     const [length, count] = [lengths[row], counts[row]];
     const token = (slot) => (slot < length + count ? tokens?.[row][slot] : undefined);
-    const quoted = (slot) => (token(slot) === undefined ? "" : ` “${tokenText(token(slot))}”`);
+    const ownSlot = (t) => (t < count ? length + t : capacity);
     const label = (el, text, slot) => {
       el.replaceChildren(text);
       if (tokens) el.append(h("small", {}, tokenText(token(slot) ?? "")));
     };
     layerPick.show(layer);
     rowPick.show(row);
-    headPick.querySelector(`[value="${at.head}"]`).checked = true;
+    headPick.querySelector(`[value="${head}"]`).checked = true;
     slotHeads.forEach((el, j) => label(el, String(j), j));
-    queryHeads.forEach((el, t) => label(el, `query ${t}`, t < count ? length + t : capacity));
+    queryHeads.forEach((el, t) => label(el, tokens ? String(t) : `query ${t}`, ownSlot(t)));
 
     const scored = range(queries).map((t) => {
       if (t >= count) return { weights: [] };
-      const { peak, gaps } = heatmapScores(data, layer, row, at.head, t);
+      const { peak, gaps } = heatmapScores(data, layer, row, head, t);
       return { scores: gaps.map((gap) => peak + gap), weights: softmaxOfGaps(gaps) };
     });
     scored.forEach(({ weights }, t) => {
@@ -128,19 +146,14 @@ function buildHeatmap(model, root) {
       sums[t].textContent = weights.reduce((sum, weight) => sum + weight, 0).toFixed(2);
     });
     const selected = model.get("selected");
-    if (queries > 0) grid.mark(selected, (preview ?? selected)[0]);
+    if (queries > 0) grid.mark(selected, preview ?? selected);
     if (note) return speech.say(note);
-    if (queries === 0) return speech.say("No query.", "This call offers no slots, so nothing attends.");
+    if (queries === 0) return speech.say(...TEXT.NO_QUERY);
     const [t, j] = preview ?? selected;
-    const where = [
-      layers > 1 ? `layer ${layer}` : "", rows > 1 ? `row ${row}` : "",
-      heads > 1 ? `head ${at.head}${share > 1 ? ` of KV head ${Math.floor(at.head / share)}` : ""}` : "",
-      `query ${t}${t < count ? quoted(length + t) : ""}`, `key in slot ${j}${quoted(j)}`,
-    ].filter(Boolean).join(", ");
     const result = visibility.mayAttend(j, t, length, count)
       ? `weight ${weightText(scored[t].weights[j])}, score ${scoreText(scored[t].scores[j])}.` : "masked, no weight.";
-    speech.say(`${where[0].toUpperCase()}${where.slice(1)}: ${result}`,
-      `${visibility.sentence(j, t, length, count)} ${visibility.querySentence(t, length, count)}`);
+    speech.say(`${place(layer, row, head, t, token(ownSlot(t)), j, token(j))}: ${result}`,
+      explain(j, t, length, count));
   }
   return { fields, update };
 }

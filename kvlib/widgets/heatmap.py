@@ -11,7 +11,7 @@ import numpy as np
 from kvlib import visibility
 from kvlib.widgets._host import Widget, checks, spoken, synced
 from kvlib.widgets._table import table
-from kvlib.widgets._text import GLYPHS, HEATMAP_CAPTION, LABELS
+from kvlib.widgets._text import GLYPHS, HEATMAP_CAPTION, LABELS, NO_QUERY, explain
 from kvlib.widgets._validation import index, text, whole
 
 #: Scores are shipped as float32, with room for the difference of any two.
@@ -90,13 +90,14 @@ class AttentionHeatmap(Widget):
         cache : KVCache
             The cache, the steps of the queries included.
         **first
-            ``tokens``, ``row``, ``selected``, ``title``: as in the class.
+            ``tokens``, ``selected``, ``title``: as in the class.
         """
-        q = np.atleast_2d(_numpy(q))
+        queries = np.atleast_2d(_numpy(q))
+        if queries.ndim != 2 or queries.shape[1] != cache.d_k:
+            raise ValueError(f"q has shape {np.shape(q)}; it must be ({cache.d_k},) or (Q, {cache.d_k})")
         keys = np.zeros((cache.max_len, cache.d_k))
         keys[: len(cache)] = cache.keys()
-        _require_steps(len(q), len(cache))
-        return cls._from_layers([q[None, None]], [keys[None, None]], [len(cache) - len(q)], [len(q)], None, **first)
+        return cls._from_newest("q", queries[None], keys[None], len(cache), **first)
 
     @classmethod
     def from_tuple_step(cls, q_new, cache, **first):
@@ -112,11 +113,13 @@ class AttentionHeatmap(Widget):
         **first
             ``tokens``, ``row``, ``selected``, ``title``: as in the class.
         """
-        q, keys = _numpy(q_new), _numpy(cache[0])
-        rows, n_queries, _ = q.shape
-        _require_steps(n_queries, keys.shape[1])
-        lengths = [keys.shape[1] - n_queries] * rows
-        return cls._from_layers([q[:, None]], [keys[:, None]], lengths, [n_queries] * rows, None, **first)
+        queries, keys = _numpy(q_new), _numpy(cache[0])
+        if queries.ndim != 3 or keys.ndim != 3 or queries.shape[::2] != keys.shape[::2]:
+            raise ValueError(
+                f"q_new has shape {queries.shape} and the cached keys {keys.shape}; "
+                "they must be (B, Q, D) and (B, T, D)"
+            )
+        return cls._from_newest("q_new", queries, keys, keys.shape[1], **first)
 
     @classmethod
     def from_batched_step(cls, query, result, lengths, append_mask, options=None, **first):
@@ -131,42 +134,72 @@ class AttentionHeatmap(Widget):
         lengths, append_mask, options
             As in the call: ``lengths`` (B,) counts the slots that were live before it.
         **first
+            ``tokens``, ``row``, ``head``, ``selected``, ``title``: as in the class.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As in the class, and if the arguments are not those of the call: the lengths and
+            weights that they give must be those of the result.
+        """
+        after = (_numpy(lengths) + _numpy(append_mask).sum(-1)).astype(int).tolist()
+        returned = _numpy(result["lengths"]).astype(int).tolist()
+        if after != returned:
+            raise ValueError(
+                f"lengths and append_mask give {after} live slots after the call, but the result has "
+                f"{returned}; lengths must be those before the call"
+            )
+        return cls.from_layers(
+            [query], [result["key_cache"]], lengths, append_mask, options, [result["attention"]], **first
+        )
+
+    @classmethod
+    def from_layers(cls, queries, key_caches, lengths, append_mask, options=None, attention=None, **first):
+        """Show one call of `kvlib.kv_cache_attention_step` for each layer of a model.
+
+        Parameters
+        ----------
+        queries : sequence of array_like, L of shape (B, H_q, Q, D)
+            The query of each layer's call.
+        key_caches : sequence of array_like, L of shape (B, H_k, M, D)
+            The keys after each layer's call.
+        lengths, append_mask, options
+            As in the calls: ``lengths`` (B,) counts the slots that were live before them.
+        attention : sequence of array_like, L of shape (B, H_q, Q, M), optional
+            The weights that the calls returned; the picture is refused if it differs.
+        **first
             ``tokens``, ``layer``, ``row``, ``head``, ``selected``, ``title``: as in the class.
 
         Raises
         ------
         TypeError, ValueError
-            As in the class, and if the arguments are not those of the call: the weights
-            that they give must be the weights in the result.
-        """
-        return cls.from_layers([query], [result], lengths, append_mask, options, **first)
-
-    @classmethod
-    def from_layers(cls, queries, results, lengths, append_mask, options=None, **first):
-        """Show one call of `kvlib.kv_cache_attention_step` for each layer of a model.
-
-        Parameters
-        ----------
-        queries, results : sequence
-            The query and the result of each layer's call; see `from_batched_step`.  Of a
-            result, ``key_cache`` is needed; ``attention`` and ``lengths`` are compared with
-            the picture if they are there.
-        lengths, append_mask, options, **first
-            As in `from_batched_step`.
+            As in the class, and if the weights differ from ``attention``.
         """
         lengths, counts = _numpy(lengths).astype(int).tolist(), _counts(_numpy(append_mask))
-        keys = [_numpy(result["key_cache"]) for result in results]
-        heatmap = cls._from_layers(
-            [_numpy(query) for query in queries], keys, lengths, counts, (options or {}).get("scale"), **first
-        )
-        for layer, (query, result) in enumerate(zip(queries, results, strict=True)):
-            heatmap._require_agreement(layer, query, result)
+        scale = (options or {}).get("scale")
+        parts = [
+            _scores(_numpy(query), _numpy(keys), lengths, counts, scale)
+            for query, keys in zip(queries, key_caches, strict=True)
+        ]
+        scores = np.stack([part for part, _ in parts])
+        heatmap = cls(scores, lengths, counts, n_kv_heads=np.shape(key_caches[0])[1], **first)
+        if attention is not None:
+            for layer, ((_, reach), returned) in enumerate(zip(parts, attention, strict=True)):
+                heatmap._require_agreement(layer, returned, reach)
         return heatmap
 
     @classmethod
-    def _from_layers(cls, queries, keys, lengths, counts, scale, **first):
-        scores = [_scores(query, key, lengths, counts, scale) for query, key in zip(queries, keys, strict=True)]
-        return cls(np.stack(scores), lengths, counts, n_kv_heads=keys[0].shape[1], **first)
+    def _from_newest(cls, name, queries, keys, n_steps, **first):
+        """Show the queries (B, Q, D) of the newest of n_steps steps, on keys (B, M, D)."""
+        rows, n_queries, _ = queries.shape
+        if not 1 <= n_queries <= n_steps:
+            raise ValueError(
+                f"{name} holds {n_queries} queries for {n_steps} steps in the cache; "
+                "there must be at least one, and the step of each must be there"
+            )
+        lengths, counts = [n_steps - n_queries] * rows, [n_queries] * rows
+        scores, _ = _scores(queries[:, None], keys[:, None], lengths, counts, None)
+        return cls(scores, lengths, counts, **first)
 
     def weights(self, layer=0, row=0, head=0):
         """Return the weights in the picture.
@@ -199,24 +232,19 @@ class AttentionHeatmap(Widget):
             yield numbers[at], numbers[at + 1 : end]
             at = end
 
-    def _require_agreement(self, layer, query, result):
-        """Raise unless the result of a call holds the weights and lengths of the picture."""
-        after = [length + count for length, count in zip(self.data["lengths"], self.data["counts"])]
-        if "lengths" in result and _numpy(result["lengths"]).tolist() != after:
-            raise ValueError(
-                f"lengths and append_mask give {after} slots after the call, but the result has "
-                f"{_numpy(result['lengths']).astype(int).tolist()}; lengths must be those before the call"
-            )
-        if result.get("attention") is None:
-            return
+    def _require_agreement(self, layer, returned, reach):
+        """Raise unless these are the weights of a layer, up to the rounding of their dtype.
+
+        Rounding of a score grows with ``reach``, the largest sum of sizes in a dot product.
+        """
         _, rows, heads, _, _ = self.data["shape"]
         shown = np.array([[self.weights(layer, row, head) for head in range(heads)] for row in range(rows)])
-        returned = _numpy(result["attention"])
-        reach = np.abs(_numpy(query)).sum(-1).max(initial=1) * _largest_key(result, after)
-        tolerance = 2 * _eps(result["attention"]) + 4 * min(_eps(result["attention"]), 2.0**-23) * reach
-        if shown.shape != returned.shape or np.abs(shown - returned).max(initial=0) > tolerance:
+        coarse = _eps(returned)
+        tolerance = 2 * coarse + 8 * min(coarse, 2.0**-23) * max(1, reach)
+        returned = _numpy(returned)
+        if shown.shape != returned.shape or not np.all(np.abs(shown - returned) <= tolerance):
             raise ValueError(
-                f"the weights of layer {layer} differ from result['attention']; "
+                f"the weights of layer {layer} differ from the attention that the call returned; "
                 "query, lengths, append_mask and options must be those of the call"
             )
 
@@ -261,15 +289,14 @@ class AttentionHeatmap(Widget):
 
     def _spoken(self):
         if self.data["shape"][3] == 0:
-            return spoken("No query.", "This call offers no slots, so nothing attends.")
+            return spoken(*NO_QUERY)
         query, slot = self.selected
         length, count = self.data["lengths"][self.row], self.data["counts"][self.row]
         seen = visibility.may_attend(slot, query, length, count)
         weight = self.weights(self.layer, self.row, self.head)[query, slot]
         return spoken(
             f"Query {query}, key in slot {slot}: {f'weight {weight:.4f}' if seen else 'masked, no weight'}.",
-            f"{visibility.sentence(slot, query, length, count)} "
-            f"{visibility.query_sentence(query, length, count)}",
+            explain(slot, query, length, count),
         )
 
 
@@ -348,21 +375,25 @@ def _choice(name, value, shape):
 
 
 def _scores(query, keys, lengths, counts, scale):
-    """Return the scaled scores (B, H_q, Q, M); what the call does not read counts as zeros."""
-    if query.ndim != 4 or keys.ndim != 4:
+    """Return the scaled scores (B, H_q, Q, M), and the largest sum of sizes that one adds up.
+
+    What the call does not read counts as zeros, so junk there does no harm.
+    """
+    if query.ndim != 4 or keys.ndim != 4 or query.shape[::3] != keys.shape[::3]:
         raise ValueError(
             f"query has shape {query.shape} and key_cache {keys.shape}; "
             "they must be (B, H_q, Q, D) and (B, H_k, M, D)"
         )
-    n_queries, size = query.shape[2:]
-    heads, kv_heads = query.shape[1], keys.shape[1]
+    _, heads, n_queries, size = query.shape
+    kv_heads, capacity = keys.shape[1:3]
     if heads % kv_heads:
         raise ValueError(f"query has {heads} heads; it must have a multiple of the {kv_heads} heads of key_cache")
+    visibility.mask(lengths, counts, n_queries, capacity)
     appended = np.arange(n_queries) < np.array(counts)[:, None]
-    live = np.arange(keys.shape[2]) < (np.array(lengths) + np.array(counts))[:, None]
-    query = np.where(appended[:, None, :, None], query, 0)
-    keys = np.repeat(np.where(live[:, None, :, None], keys, 0), heads // kv_heads, axis=1)
-    return query @ keys.swapaxes(-1, -2) * (1 / math.sqrt(size) if scale is None else scale)
+    live = np.arange(capacity) < (np.array(lengths) + np.array(counts))[:, None]
+    query = np.where(appended[:, None, :, None], query, 0) * (1 / math.sqrt(size) if scale is None else scale)
+    keys = np.repeat(np.where(live[:, None, :, None], keys, 0), heads // kv_heads, axis=1).swapaxes(-1, -2)
+    return query @ keys, (np.abs(query) @ np.abs(keys)).max(initial=0)
 
 
 def _counts(append_mask):
@@ -370,18 +401,6 @@ def _counts(append_mask):
     if (append_mask != (np.arange(append_mask.shape[-1]) < counts[:, None])).any():
         raise ValueError("append_mask has a True after a False; every row must hold its Trues first")
     return counts.tolist()
-
-
-def _largest_key(result, after):
-    keys = _numpy(result["key_cache"])
-    return max((np.abs(keys[row, :, :end]).max(initial=1) for row, end in enumerate(after)), default=1)
-
-
-def _require_steps(n_queries, n_steps):
-    if not 1 <= n_queries <= n_steps:
-        raise ValueError(
-            f"there were {n_queries} queries for {n_steps} steps in the cache; each query must have its step there"
-        )
 
 
 def _numpy(array):

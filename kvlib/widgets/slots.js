@@ -49,7 +49,7 @@ function appendSlots({ lengths, counts, capacity }) {
   return [{ lengths: held, counts: next }, note];
 }
 
-function buildSlots(model, root) {
+function buildSlots(model, root, redraw) {
   const fields = ["lengths", "counts", "n_queries", "capacity", "selected"];
   const read = () => Object.fromEntries(fields.map((name) => [name, model.get(name)]));
   const start = read();
@@ -58,11 +58,16 @@ function buildSlots(model, root) {
     + "in this call: it is the future. Query 00 attends slots 0 to 000.");
   let preview = null, note = "", shape = "", rows = [];
 
-  // The remark outlives the redraw that its change causes, and goes with the next selection.
+  // A remark stands in place of the sentence until the reader turns to a cell.
   function act([values, remark]) {
     note = remark;
     change(model, values);
-    update();
+    redraw();
+  }
+  function look(at) {
+    preview = at;
+    note = "";
+    redraw();
   }
   const control = (field, label, spoken, row) =>
     stepper(label, spoken, (wanted) => act(settleSlots(read(), field, row, wanted, ceilings)));
@@ -76,35 +81,36 @@ function buildSlots(model, root) {
       button("Reset", () => act([start, "Back to the start."])))),
     body, speech.el, legend(Object.keys(TEXT.GLYPHS)));
 
-  function select(at) {
-    note = "";
-    change(model, { selected: at });
-  }
-
   function buildRow(b, n_queries, capacity) {
     const length = control("lengths", "length", `Row ${b}, length before the call`, b);
     const count = control("counts", "appends", `Row ${b}, slots it appends`, b);
-    const holds = h("span", { class: "kv-holds" });
+    const filled = h("span", {}), written = h("span", { class: "kv-written" });
     const heads = range(capacity).map((slot) => h("span", { role: "columnheader" }, String(slot)));
     const grid = makeGrid({
-      label: `Row ${b}, queries against cache slots`, rows: n_queries, columns: capacity,
-      head: [h("span", { role: "columnheader", class: "kv-rowhead" }, "cache"), ...heads],
-      rowHead: (t) => h("span", { role: "rowheader", class: "kv-rowhead" }, `query ${t}`),
-      onselect: (t, j) => select([b, t, j]),
-      onpreview(at) { preview = at && [b, ...at]; note = ""; update(); },
+      label: `Row ${b}, queries against cache slots`,
+      corner: h("span", { role: "columnheader", class: "kv-rowhead" }, "cache"),
+      columnHeads: heads,
+      rowHeads: range(n_queries).map((t) => h("span", { role: "rowheader", class: "kv-rowhead" }, `query ${t}`)),
+      onselect(t, j) {
+        change(model, { selected: [b, t, j] });
+        look(null);
+      },
+      onpreview: (at) => look(at && [b, ...at]),
     });
-    const el = h("section", { class: "kv-row", "aria-label": `Row ${b}` },
-      h("div", { class: "kv-side" }, h("b", {}, `Row ${b}`), length.el, count.el, holds),
+    const el = h("div", { class: "kv-row", role: "group", "aria-label": `Row ${b}` },
+      h("div", { class: "kv-side" }, h("b", {}, `Row ${b}`), length.el, count.el,
+        h("p", { class: "kv-holds" }, filled, written, ` of ${capacity}`)),
       h("div", { class: "kv-scroll" }, grid.el));
-    return { el, length, count, holds, heads, grid };
+    return { el, length, count, filled, written, heads, grid };
   }
 
   function showRow(b, { lengths, counts, capacity, n_queries }) {
-    const { length, count, holds, heads, grid } = rows[b];
+    const { length, count, filled, written, heads, grid } = rows[b];
     const [old, appended] = [lengths[b], counts[b]];
     length.show(old);
     count.show(appended);
-    holds.textContent = `${old} + ${appended} of ${capacity} slots`;
+    filled.textContent = `${old} filled`;
+    written.textContent = ` + ${appended} written`;
     heads.forEach((head, j) => {
       const [look, spoken] = j < old ? ["live", "filled before the call"]
         : j < old + appended ? ["new", "written by this call"] : ["free", "unused"];
@@ -132,17 +138,15 @@ function buildSlots(model, root) {
       if (held) body.querySelector(".kv-cell")?.focus();
     }
     rows.forEach((_, b) => showRow(b, state));
-    if (n_queries === 0) {
-      return speech.say(note || "No query.", note ? "" : "This call offers no slots, so nothing is appended and nothing attends.");
-    }
+    if (n_queries === 0) return note ? speech.say(note) : speech.say(...TEXT.NO_QUERY);
     const selected = [lengths.length, n_queries, slots].map((n, i) => Math.min(state.selected[i], n - 1));
     const [b, t, j] = preview ?? selected;
-    rows.forEach(({ grid }, row) => grid.mark(row === selected[0] ? selected.slice(1) : null, row === b ? t : null));
+    rows.forEach(({ grid }, row) => grid.mark(row === selected[0] ? selected.slice(1) : null, row === b ? [t, j] : null));
     if (note) return speech.say(note);
     const cell = [j, t, lengths[b], counts[b]];
     speech.say(
       `Row ${b}, query ${t}, slot ${j}: ${visibility.mayAttend(...cell) ? "attended" : "not attended"}.`,
-      `${visibility.sentence(...cell)} ${visibility.querySentence(t, lengths[b], counts[b])}`);
+      explain(...cell));
   }
   return { fields, update };
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvlib import visibility
 from kvlib.widgets._host import Widget, checks, spoken, synced
 from kvlib.widgets._table import table
-from kvlib.widgets._text import GLYPHS, LABELS
-from kvlib.widgets._validation import index, text, whole
+from kvlib.widgets._text import GLYPHS, LABELS, NO_QUERY, explain
+from kvlib.widgets._validation import index, text
 
 _NUMBERS = ("lengths", "counts", "n_queries", "capacity")
 
@@ -64,14 +64,12 @@ class SlotExplorer(Widget):
         numbers = _batch(lengths, counts, n_queries, capacity)
         super().__init__(**numbers, selected=_cell(selected, numbers), title=text("title", title))
 
-    @checks(*_NUMBERS)
-    def _check_number(self, name, value):
+    @checks(*_NUMBERS, "selected")
+    def _check(self, name, value):
         numbers = {field: getattr(self, field) for field in _NUMBERS}
+        if name == "selected":
+            return _cell(value, numbers)
         return _batch(**{**numbers, name: value})[name]
-
-    @checks("selected")
-    def _check_selected(self, name, value):
-        return _cell(value, {field: getattr(self, field) for field in _NUMBERS})
 
     def _summary(self):
         return ", ".join(f"{name} {getattr(self, name)}" for name in _NUMBERS)
@@ -94,14 +92,15 @@ class SlotExplorer(Widget):
 
     def _spoken(self):
         if self.n_queries == 0:
-            return spoken("No query.", "This call offers no slots, so nothing is appended and nothing attends.")
-        row, query, slot = self.selected
+            return spoken(*NO_QUERY)
+        # Numbers may have shrunk since the cell was selected.
+        sizes = (len(self.lengths), self.n_queries, self.capacity)
+        row, query, slot = (min(at, size - 1) for at, size in zip(self.selected, sizes))
         length, count = self.lengths[row], self.counts[row]
         seen = visibility.may_attend(slot, query, length, count)
         return spoken(
             f"Row {row}, query {query}, slot {slot}: {'attended' if seen else 'not attended'}.",
-            f"{visibility.sentence(slot, query, length, count)} "
-            f"{visibility.query_sentence(query, length, count)}",
+            explain(slot, query, length, count),
         )
 
 
@@ -122,12 +121,13 @@ def _batch(lengths, counts, n_queries, capacity):
 
 
 def _cell(selected, numbers):
-    sizes = {"row": len(numbers["lengths"]), "query": numbers["n_queries"], "slot": numbers["capacity"]}
+    """Return a cell (row, query, slot) as a list, checked against the batch."""
     try:
         row, query, slot = selected
     except (TypeError, ValueError):
         raise TypeError(f"selected was {selected!r}; it must be (row, query, slot)") from None
-    cell = {"row": row, "query": query, "slot": slot}
-    if sizes["query"] == 0:
-        return [index("selected row", row, sizes["row"]), whole("selected query", query), index("selected slot", slot, sizes["slot"])]
-    return [index(f"selected {name}", cell[name], sizes[name]) for name in cell]
+    return [
+        index("selected row", row, len(numbers["lengths"])),
+        index("selected query", query, max(numbers["n_queries"], 1)),
+        index("selected slot", slot, numbers["capacity"]),
+    ]
