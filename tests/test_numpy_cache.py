@@ -191,7 +191,9 @@ class TestAppendRefusals:
             (np.array([1.0, np.nan]), np.ones(3), ValueError, "k held NaN or infinity"),
             (np.ones(2), np.array([1.0, np.inf, 0.0]), ValueError, "v held NaN or infinity"),
             (np.ones(2), np.array([1.0, -np.inf, 0.0]), ValueError, "v held NaN or infinity"),
+            (np.array([1, 2], dtype=np.longdouble) * np.longdouble("1e4000"), np.ones(3), ValueError, "k held NaN"),
             (["a", "b"], np.ones(3), TypeError, "k had dtype <U1; it must hold real numbers"),
+            (torch.ones(2, requires_grad=True), np.ones(3), ValueError, "k was not an array.*requires grad"),
             (np.ones(2), np.ones(3) * 1j, TypeError, "v had dtype complex128; it must hold real numbers"),
             (np.ones(2), np.ones(3, dtype=bool), TypeError, "v had dtype bool"),
             (None, np.ones(3), TypeError, "k had dtype object"),
@@ -417,6 +419,16 @@ class TestLargeScores:
         output, weights = decode_step(np.ones(2) * largest, cache)
         assert weights.tolist() == [0.5, 0.5, 0.0, 0.0]
         assert output.tolist() == [2.0]
+
+    def test_a_caller_who_lets_numpy_raise_on_underflow_and_overflow_gets_the_same_weights(self):
+        cache = KVCache(3, 1, 1)
+        cache.append([[1e200], [0.0], [-1e200]], [[1.0], [3.0], [100.0]])
+        for q in ([1e200], [5e-198]):
+            expected = decode_step(q, cache)
+            with np.errstate(all="raise"):
+                output, weights = decode_step(q, cache)
+            assert np.array_equal(output, expected[0])
+            assert np.array_equal(weights, expected[1])
 
     def test_large_values_are_averaged_without_overflow(self):
         cache = KVCache(2, 1, 1)

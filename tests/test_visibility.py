@@ -186,11 +186,13 @@ class TestBadInput:
             (([3], [2], 2, 4), ValueError, r"lengths \+ counts was \[5\]; .* capacity of 4 slots"),
             (([5], [0], 2, 4), ValueError, r"lengths \+ counts was \[5\]; .* capacity of 4 slots"),
             (([0], [0], -1, 4), ValueError, r"n_queries was -1; it must be 0 or more"),
+            (([0], [True], 1, 4), TypeError, r"counts\[0\] was True; it must be a whole number"),
+            (([2**70], [0], 1, 4), ValueError, rf"lengths\[0\] was {2**70}; it must be {2**60} or less"),
             (([0], [0], None, 4), TypeError, r"n_queries was None; it must be a whole number"),
             (([0], [0], 1, -4), ValueError, r"capacity was -4; it must be 0 or more"),
             (([0], [0], 1, 4.0), TypeError, r"capacity was 4\.0; it must be a whole number"),
-            ((None, [0], 1, 4), TypeError, "lengths was None"),
-            (([0], 3, 1, 4), TypeError, "counts was 3"),
+            ((None, [0], 1, 4), TypeError, "lengths was None; it must be a sequence of whole numbers"),
+            (([0], 3, 1, 4), TypeError, "counts was 3; it must be a sequence of whole numbers"),
         ],
     )
     def test_a_batch_that_cannot_be_is_refused(self, function, args, error, words):
@@ -205,6 +207,8 @@ class TestBadInput:
             function(**cell | {name: -1})
         with pytest.raises(TypeError, match=f"{name} was 0.5; it must be a whole number"):
             function(**cell | {name: 0.5})
+        with pytest.raises(TypeError, match=f"{name} was True; it must be a whole number"):
+            function(**cell | {name: True})
 
     @pytest.mark.parametrize("name", ["query", "length", "count"])
     def test_a_query_that_cannot_be_is_refused(self, name):
@@ -213,6 +217,8 @@ class TestBadInput:
             visibility.query_sentence(**query | {name: -1})
         with pytest.raises(TypeError, match=f"{name} was 0.5; it must be a whole number"):
             visibility.query_sentence(**query | {name: 0.5})
+        with pytest.raises(TypeError, match=f"{name} was True; it must be a whole number"):
+            visibility.query_sentence(**query | {name: True})
 
 
 def test_visibility_is_importable_where_torch_is_not_installed():
