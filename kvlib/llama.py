@@ -98,7 +98,8 @@ class Step:
 
     hidden: torch.Tensor  # [B, Q, E], normalised: ready for `Llama.logits`
     cache: Cache
-    attention: torch.Tensor | None  # [L, B, H_q, Q, M] if it was asked for
+    queries: tuple[torch.Tensor, ...]  # L times [B, H_q, Q, D], rotated; none unless asked for
+    attention: tuple[torch.Tensor, ...]  # L times [B, H_q, Q, M], likewise
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Llama:
         append_mask : torch.Tensor of bool, shape (B, Q)
             True for the tokens to append: in every row Trues first, then Falses.
         attention : bool
-            Keep the attention weights of every layer.
+            Keep every layer's queries and attention weights.
 
         Returns
         -------
@@ -176,17 +177,17 @@ class Llama:
         # A token's position is the slot it lands in, so every row counts for itself.
         positions = cache.lengths[:, None] + torch.arange(tokens.shape[1])  # [B, Q]
         angles = self._angles(positions)  # [B, 1, Q, D / 2]
-        keys, values, weights = [], [], []
+        keys, values, queries, weights = [], [], [], []
 
         x = self.embedding[tokens]  # [B, Q, E]
         for layer, key_cache, value_cache in zip(self.layers, cache.keys, cache.values):
             h = rms_norm(x, layer.attn_norm.shape, layer.attn_norm, epsilon)
+            query = _rotate(_split_heads(linear(h, layer.attn_q), self.config.head_dim), angles)
+            key = _rotate(_split_heads(linear(h, layer.attn_k), self.config.head_dim), angles)
+            value = _split_heads(linear(h, layer.attn_v), self.config.head_dim_v)
             step = kv_cache_attention_step(
-                _rotate(_split_heads(linear(h, layer.attn_q), self.config.head_dim), angles),
-                _rotate(_split_heads(linear(h, layer.attn_k), self.config.head_dim), angles),
-                _split_heads(linear(h, layer.attn_v), self.config.head_dim_v),
-                key_cache, value_cache, cache.lengths, append_mask, {},
-            )  # fmt: skip
+                query, key, value, key_cache, value_cache, cache.lengths, append_mask, options={}
+            )
             x = x + linear(_join_heads(step["context"]), layer.attn_output)
             h = rms_norm(x, layer.ffn_norm.shape, layer.ffn_norm, epsilon)
             x = x + linear(silu(linear(h, layer.ffn_gate)) * linear(h, layer.ffn_up), layer.ffn_down)
@@ -194,11 +195,13 @@ class Llama:
             keys.append(step["key_cache"])
             values.append(step["value_cache"])
             if attention:
+                queries.append(query)
                 weights.append(step["attention"])
         return Step(
             hidden=rms_norm(x, self.output_norm.shape, self.output_norm, epsilon),
             cache=Cache(tuple(keys), tuple(values), step["lengths"]),
-            attention=torch.stack(weights) if attention else None,
+            queries=tuple(queries),
+            attention=tuple(weights),
         )
 
     def logits(self, hidden):
@@ -434,10 +437,14 @@ def _pad(prompts, n_vocab):
                 f"prompts[{row}] was {prompt!r}; it must be a sequence of token ids, as Llama.encode returns"
             )
         if len(prompt) == 0:
-            raise ValueError(f"prompts[{row}] was empty; it must hold at least one token to continue from")
+            raise ValueError(
+                f"prompts[{row}] was empty; it must hold at least one token to continue from"
+            )
         for place, token in enumerate(prompt):
             if _whole(f"prompts[{row}][{place}]", token, least=0) >= n_vocab:
-                raise ValueError(f"prompts[{row}][{place}] was {token}; it must be less than V = {n_vocab}")
+                raise ValueError(
+                    f"prompts[{row}][{place}] was {token}; it must be less than V = {n_vocab}"
+                )
     counts = torch.tensor([len(prompt) for prompt in prompts])
     offered = torch.arange(counts.max().item()) < counts[:, None]
     tokens = torch.zeros(offered.shape, dtype=torch.int64)
@@ -481,7 +488,9 @@ def _packaged_file():
 
 def _open(path):
     if not path.exists():
-        raise FileNotFoundError(f"path was {str(path)!r}, where there is no file; it must name a GGUF file")
+        raise FileNotFoundError(
+            f"path was {str(path)!r}, where there is no file; it must name a GGUF file"
+        )
     if not path.is_file():
         raise ValueError(f"path was {str(path)!r}, which is not a file; it must name a GGUF file")
     with path.open("rb") as file:

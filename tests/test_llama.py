@@ -65,7 +65,12 @@ def write_llama(
         "tokenizer.ggml.eos_token_id": 0,
     } | dict(metadata)
     writer = gguf.GGUFWriter(path, entries.pop("general.architecture"))
-    adders = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+    adders = {
+        str: writer.add_string,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        bool: writer.add_bool,
+    }
     for key, value in entries.items():
         if value is not None:
             adders.get(type(value), writer.add_array)(key, value)
@@ -105,7 +110,10 @@ def run(model, rows, *, capacity=12, chunk=None, attention=False):
 
 
 def recompute(model, ids):
-    """Return logits, and each layer's keys and values, of one sequence: no cache, float64, a loop per head."""
+    """Return logits, and each layer's keys, values and weights, of one sequence.
+
+    No cache, float64, a loop over the heads.
+    """
     config, T = model.config, len(ids)
     H_q, H_k, D, D_v = config.n_heads, config.n_kv_heads, config.head_dim, config.head_dim_v
 
@@ -118,7 +126,8 @@ def recompute(model, ids):
         return np.stack([pairs.real, pairs.imag], axis=-1).reshape(T, D)
 
     x, keys, values = model.embedding.numpy().astype(np.float64)[ids], [], []
-    for layer in model.layers:
+    attention = np.zeros((config.n_layers, H_q, T, T))
+    for index, layer in enumerate(model.layers):
         w = {name: tensor.numpy().astype(np.float64) for name, tensor in vars(layer).items()}
         h = norm(x, w["attn_norm"])
         q, k, v = h @ w["attn_q"].T, h @ w["attn_k"].T, h @ w["attn_v"].T
@@ -129,13 +138,15 @@ def recompute(model, ids):
             group = head // (H_q // H_k)
             scores = turn(q[:, head * D : (head + 1) * D]) @ keys[-1][group].T / np.sqrt(D)
             weights = np.exp(scores - scores.max()) * np.tri(T)
-            contexts.append(weights / weights.sum(axis=1, keepdims=True) @ values[-1][group])
+            attention[index, head] = weights / weights.sum(axis=1, keepdims=True)
+            contexts.append(attention[index, head] @ values[-1][group])
         x = x + np.concatenate(contexts, axis=1) @ w["attn_output"].T
         h = norm(x, w["ffn_norm"])
         gate = h @ w["ffn_gate"].T
         x = x + (gate / (1 + np.exp(-gate)) * (h @ w["ffn_up"].T)) @ w["ffn_down"].T
     output = model.output.numpy().astype(np.float64)
-    return norm(x, model.output_norm.numpy().astype(np.float64)) @ output.T, np.array(keys), np.array(values)
+    logits = norm(x, model.output_norm.numpy().astype(np.float64)) @ output.T
+    return logits, np.array(keys), np.array(values), attention
 
 
 def assert_close(found, expected):
@@ -160,12 +171,14 @@ def assert_close(found, expected):
 )
 def test_the_forward_pass_equals_recomputing_everything_head_by_head(tmp_path, sizes, tied):
     model = llama.load(write_llama(tmp_path / "model.gguf", tied=tied, **sizes))
+    assert (model.output is model.embedding) == tied
     ids = [3, 50, 8, 8, 21]
-    (step,) = run(model, [ids])
-    logits, keys, values = recompute(model, ids)
+    (step,) = run(model, [ids], attention=True)
+    logits, keys, values, attention = recompute(model, ids)
     assert_close(model.logits(step.hidden)[0], logits)
     assert_close(torch.stack(step.cache.keys)[:, 0, :, : len(ids)], keys)
     assert_close(torch.stack(step.cache.values)[:, 0, :, : len(ids)], values)
+    assert_close(torch.stack(step.attention)[:, 0, :, :, : len(ids)], attention)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7])
@@ -174,7 +187,7 @@ def test_a_ragged_batch_in_chunks_equals_each_row_recomputed(model, chunk):
     cache = steps[-1].cache
     assert cache.lengths.tolist() == [2, 4, 1]
     for row, ids in enumerate(PROMPTS):
-        logits, keys, values = recompute(model, ids)
+        logits, keys, values, _ = recompute(model, ids)
         found = torch.cat([step.hidden[row] for step in steps])[: len(ids)]
         assert_close(model.logits(found), logits)
         assert_close(torch.stack(cache.keys)[:, row, :, : len(ids)], keys)
@@ -187,7 +200,7 @@ def test_a_prompt_in_one_call_sees_no_future_and_stores_what_four_calls_store(mo
     apart = run(model, [ids], chunk=1, attention=True)
     assert_close(together.hidden, torch.cat([step.hidden for step in apart], dim=1))
     assert_close(together.cache.keys[1], apart[-1].cache.keys[1])
-    assert (together.attention[:, 0, :, 0, 0] == 1).all()
+    assert all((weights[0, :, 0, 0] == 1).all() for weights in together.attention)
 
 
 def test_a_longer_prefix_leaves_earlier_keys_and_values_as_they_were(model):  # C02
@@ -200,7 +213,7 @@ def test_a_longer_prefix_leaves_earlier_keys_and_values_as_they_were(model):  # 
 
 def test_every_query_of_a_chunk_sees_the_slots_up_to_its_own(model):  # A16
     steps = run(model, [[3, 50, 8, 21, 7]], chunk=4, attention=True)
-    seen = [(step.attention[0, 0, 0] > 0).sum(dim=-1).tolist() for step in steps]
+    seen = [(step.attention[0][0, 0] > 0).sum(dim=-1).tolist() for step in steps]
     assert seen == [[1, 2, 3, 4], [5]]
 
 
@@ -225,7 +238,10 @@ def test_a_rotated_score_depends_on_the_distance_alone(model):  # C13
     query, key = torch.randn(2, 1, 1, 1, model.config.head_dim, generator=torch.manual_seed(0))
 
     def score(at, earlier):
-        turn = [llama._rotate(x, model._angles(torch.tensor([[p]]))) for x, p in ((query, at), (key, earlier))]
+        turn = [
+            llama._rotate(x, model._angles(torch.tensor([[p]])))
+            for x, p in ((query, at), (key, earlier))
+        ]
         return (turn[0] * turn[1]).sum()
 
     assert_close(score(5, 3), score(12, 10))
@@ -273,7 +289,7 @@ def test_a_chunk_on_a_warm_cache_returns_all_its_rows_and_heeds_the_mask(model):
     assert full.hidden.shape[1] == 3 and full.cache.lengths.tolist() == [5]
     assert_close(model.logits(full.hidden)[0], recompute(model, [5, 9, 30, 31, 32])[0][2:])
     assert part.cache.lengths.tolist() == [3]
-    assert (part.attention[:, :, :, 1:] == 0).all()
+    assert all((weights[:, :, 1:] == 0).all() for weights in part.attention)
 
 
 def test_a_forward_pass_leaves_the_cache_it_was_given_as_it_was(model):
@@ -288,17 +304,25 @@ def test_a_forward_pass_leaves_the_cache_it_was_given_as_it_was(model):
 
 def test_attention_comes_for_every_layer_and_only_when_asked_for(model):
     (silent,), (asked,) = run(model, PROMPTS), run(model, PROMPTS, attention=True)
-    assert silent.attention is None
-    assert asked.attention.shape == (2, 3, 4, 4, 12)
-    assert_close(asked.attention[:, 1].sum(dim=-1), torch.ones(2, 4, 4))
+    assert silent.attention == silent.queries == ()
+    assert [weights.shape for weights in asked.attention] == [(3, 4, 4, 12)] * 2
     assert torch.equal(asked.hidden, silent.hidden)
+
+
+def test_the_queries_that_come_with_attention_explain_it(model):
+    (step,) = run(model, [[5, 9, 30]], attention=True)
+    for queries, keys, attention in zip(step.queries, step.cache.keys, step.attention, strict=True):
+        scores = queries @ keys.repeat_interleave(2, dim=1).mT / 6**0.5  # [B, H_q, Q, M]
+        assert_close(attention[:, :, 2, :3], torch.softmax(scores[:, :, 2, :3], dim=-1))
 
 
 def test_every_layer_attends_through_the_kernel_once_a_call(model, monkeypatch):
     calls = []
     kernel = llama.kv_cache_attention_step
     monkeypatch.setattr(
-        llama, "kv_cache_attention_step", lambda *args: calls.append(args[0].shape) or kernel(*args)
+        llama,
+        "kv_cache_attention_step",
+        lambda *args, **options: calls.append(args[0].shape) or kernel(*args, **options),
     )
     run(model, PROMPTS, chunk=2)
     assert calls == [(3, 4, 2, 6)] * 2 * 2
@@ -311,7 +335,9 @@ def test_prompt_tokens_cannot_skip_attention_because_later_keys_need_it(model, m
     monkeypatch.setattr(
         llama,
         "kv_cache_attention_step",
-        lambda *args: (step := kernel(*args)) | {"context": torch.zeros_like(step["context"])},
+        lambda *args, **options: (
+            (step := kernel(*args, **options)) | {"context": torch.zeros_like(step["context"])}
+        ),
     )
     (skipped,) = run(model, [ids])
     assert torch.equal(skipped.cache.keys[0], whole.cache.keys[0])
@@ -322,7 +348,9 @@ def test_prefill_computes_the_logits_of_each_rows_last_token_only(model, monkeyp
     shapes = []
     logits_of = llama.Llama.logits
     monkeypatch.setattr(
-        llama.Llama, "logits", lambda self, hidden: shapes.append(hidden.shape) or logits_of(self, hidden)
+        llama.Llama,
+        "logits",
+        lambda self, hidden: shapes.append(hidden.shape) or logits_of(self, hidden),
     )
     for chunk in (None, 1, 3):
         logits, _ = llama.prefill(model, PROMPTS, model.new_cache(3, 6), chunk=chunk)
@@ -378,7 +406,11 @@ def test_generation_stops_as_soon_as_all_rows_have(model, monkeypatch):  # A23
     free = llama.generate(model, PROMPTS[:2], 8, stop=())
     calls = []
     kernel = llama.kv_cache_attention_step
-    monkeypatch.setattr(llama, "kv_cache_attention_step", lambda *args: calls.append(args) or kernel(*args))
+    monkeypatch.setattr(
+        llama,
+        "kv_cache_attention_step",
+        lambda *args, **options: calls.append(args) or kernel(*args, **options),
+    )
     ended = llama.generate(model, PROMPTS[:2], 8, stop={free.tokens[0][1], free.tokens[1][2]})
     assert [len(tokens) for tokens in ended.tokens] == [2, 3]
     assert len(calls) == model.config.n_layers * (1 + 2)
@@ -415,7 +447,9 @@ def test_cache_nbytes_is_what_the_buffers_occupy(model):
 
 @pytest.fixture
 def forbidden_kernel(monkeypatch):
-    monkeypatch.setattr(llama, "kv_cache_attention_step", lambda *args: pytest.fail("the kernel ran"))
+    monkeypatch.setattr(
+        llama, "kv_cache_attention_step", lambda *args, **options: pytest.fail("the kernel ran")
+    )
 
 
 @pytest.mark.parametrize(
@@ -444,7 +478,9 @@ def test_generate_refuses_before_anything_runs(model, forbidden_kernel, argument
 
 def test_prefill_refuses_an_overflow_of_a_warm_cache_before_anything_runs(model, monkeypatch):
     _, cache = llama.prefill(model, [[5, 9], [7]], model.new_cache(2, 4))
-    monkeypatch.setattr(llama, "kv_cache_attention_step", lambda *args: pytest.fail("the kernel ran"))
+    monkeypatch.setattr(
+        llama, "kv_cache_attention_step", lambda *args, **options: pytest.fail("the kernel ran")
+    )
     with pytest.raises(ValueError, match="capacity was 4; it must be 5 or more, the tokens that row 0"):
         llama.prefill(model, [[5, 9, 3], [7]], cache, chunk=1)
 
@@ -452,15 +488,30 @@ def test_prefill_refuses_an_overflow_of_a_warm_cache_before_anything_runs(model,
 @pytest.mark.parametrize(
     ("tokens", "mask", "error", "message"),
     [
-        ([[V], [1]], [[True], [True]], ValueError, f"tokens held ids from 1 to {V}; they must be from 0"),
+        (
+            [[V], [1]],
+            [[True], [True]],
+            ValueError,
+            f"tokens held ids from 1 to {V}; they must be from 0",
+        ),
         ([[-1], [1]], [[True], [True]], ValueError, "tokens held ids from -1 to 1"),
         ([[0.5], [1]], [[True], [True]], TypeError, "tokens had dtype torch.float32"),
         ([[True], [False]], [[True], [True]], TypeError, "tokens had dtype torch.bool"),
         ([[1]], [[True]], ValueError, r"tokens had shape \(1, 1\)"),
         ([1, 2], [[True], [True]], ValueError, r"tokens had shape \(2,\)"),
         ([[1], [2]], [[True, True], [True, True]], ValueError, r"append_mask had shape \(2, 2\)"),
-        ([[1] * 4] * 2, [[True] * 4] * 2, ValueError, r"append_mask\[1\] appends 4 slots to lengths\[1\] = 3"),
-        ([[1, 2]] * 2, [[True, True], [False, True]], ValueError, r"append_mask\[1\] was \[False, True\]"),
+        (
+            [[1] * 4] * 2,
+            [[True] * 4] * 2,
+            ValueError,
+            r"append_mask\[1\] appends 4 slots to lengths\[1\] = 3",
+        ),
+        (
+            [[1, 2]] * 2,
+            [[True, True], [False, True]],
+            ValueError,
+            r"append_mask\[1\] was \[False, True\]",
+        ),
         ([[1], [2]], [[1], [1]], TypeError, "append_mask had dtype torch.int64"),
     ],
 )
@@ -522,7 +573,8 @@ def test_a_file_of_another_architecture_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key", ["llama.block_count", "llama.embedding_length", "llama.context_length", "tokenizer.ggml.tokens"]
+    "key",
+    ["llama.block_count", "llama.embedding_length", "llama.context_length", "tokenizer.ggml.tokens"],
 )
 def test_a_file_without_the_sizes_is_refused(tmp_path, key):
     refused(write_llama(tmp_path / "model.gguf", metadata={key: None}), f"metadata lack {key}")
@@ -532,7 +584,10 @@ def test_a_file_without_the_sizes_is_refused(tmp_path, key):
     ("metadata", "message"),
     [
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type was 'yarn'"),
-        ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count was 4; it must be even, and D = 6"),
+        (
+            {"llama.rope.dimension_count": 4},
+            "llama.rope.dimension_count was 4; it must be even, and D = 6",
+        ),
         ({"llama.attention.head_count_kv": 3}, "H_q = 4 and H_k = 3; H_q must be a multiple of H_k"),
         ({"llama.attention.head_count": [4, 4]}, r"head_count was \[4, 4\]; it must be a whole number"),
         ({"llama.attention.head_count": 0}, "head_count was 0; it must be 1 or more"),
@@ -565,9 +620,7 @@ def test_quantised_tensors_are_dequantised(tmp_path):
     packed = gguf.quantize(exact, gguf.GGMLQuantizationType.Q8_0)
     path = write_llama(tmp_path / "model.gguf", E=32, tensors={"blk.0.ffn_up.weight": packed})
     found = llama.load(path).layers[0].ffn_up
-    assert torch.equal(
-        found, torch.from_numpy(gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0))
-    )
+    assert torch.equal(found, torch.from_numpy(gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)))
     assert 0 < (found - torch.from_numpy(exact)).abs().max() < 0.05
 
 

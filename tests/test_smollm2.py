@@ -13,10 +13,12 @@ import torch
 
 from kvlib import llama
 
-RECORDED = json.loads(Path(__file__).with_name("data").joinpath("smollm2.json").read_text(encoding="utf-8"))
+RECORDED = json.loads(
+    Path(__file__).with_name("data").joinpath("smollm2.json").read_text(encoding="utf-8")
+)
 PROMPTS = RECORDED["prompts"]
-#: Sums in another order move a logit of about 20 by this much in float32.
-LOGIT_TOLERANCE = 2e-3
+#: Logits reach 31 here.  Summed in another order they differed by less than 1e-4; this leaves room.
+LOGIT_TOLERANCE = 1e-3
 
 
 def by_name(cases):
@@ -103,7 +105,9 @@ def test_logits_are_those_of_transformers_after_the_prompt_and_many_steps_later(
         cache,
         progress=False,
     )
-    whole, _ = llama.prefill(model, sequences, model.new_cache(len(PROMPTS), 150), chunk=50, progress=False)
+    whole, _ = llama.prefill(
+        model, sequences, model.new_cache(len(PROMPTS), 150), chunk=50, progress=False
+    )
     for row, case in enumerate(PROMPTS):
         assert_logits_as_recorded(logits[row], case["first_logits"])
         assert_logits_as_recorded(later[row], case["last_logits"])
@@ -120,6 +124,6 @@ def test_heads_attend_what_they_attend_in_transformers(model):
         attention=True,
     )
     for head in RECORDED["attention"]:
-        found = step.attention[head["layer"], 0, head["head"]]
+        found = step.attention[head["layer"]][0, head["head"]]
         np.testing.assert_allclose(found[:, :T], head["weights"], rtol=0, atol=1e-4)
         assert (found[:, T:] == 0).all()

@@ -172,14 +172,18 @@ def main():
     }
     with torch.no_grad():
         recorded = {
-            "versions": {name: version(name) for name in ("transformers", "torch", "tokenizers", "gguf")},
+            "versions": {
+                name: version(name) for name in ("transformers", "torch", "tokenizers", "gguf")
+            },
             "gguf_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "max_new_tokens": N_NEW,
             "texts": record_texts(path, tokenizer),
             "prompts": [record_prompt(model, tokenizer, *prompt) for prompt in prompts.items()],
             "attention": record_attention(model, tokenizer.encode(prompts["capital"])),
         }
-    DATA.write_text(json.dumps(recorded, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    DATA.write_text(
+        json.dumps(recorded, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8"
+    )
     for prompt in recorded["prompts"]:
         print(prompt["name"], len(prompt["ids"]), min(prompt["margins"]), repr(prompt["continuation"]))
     print(f"{DATA.name}: {DATA.stat().st_size} bytes")
