@@ -14,8 +14,9 @@ def build(root=ROOT):
     Sphinx warns about a page only when it reads it.  So after a failure it forgets what it
     has read, or the next build would pass over the fault; outputs that ran well stay cached.
     """
-    command = [sys.executable, "-m", "jupyter_book.cli.main", "build", "--warningiserror", "--nitpick"]
-    code = subprocess.run([*command, "--keep-going", str(root)]).returncode
+    program = Path(sys.executable).with_name("jupyter-book")
+    strict = ["--warningiserror", "--nitpick", "--keep-going"]
+    code = subprocess.run([program, "build", *strict, str(root)]).returncode
     if code:
         shutil.rmtree(root / "_build" / ".doctrees", ignore_errors=True)
     return code

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import nbformat
+from jupyter_cache import get_cache
 from myst_nb.sphinx_ext import OUTPUT_FOLDER
 
 from static_book import reruns
@@ -24,8 +25,10 @@ def copy_notebooks(app, exception):
     """Put the executed notebooks, free of what only the build needs, beside the pages' sources."""
     if exception or app.builder.name != "html":
         return
+    cache = get_cache(app.env.mystnb_config.execution_cache_path)
     for page in filter(lambda page: _executed(app, page).exists(), app.env.found_docs):
-        notebook = nbformat.read(_executed(app, page), as_version=4)
+        # myst-nb leaves the outputs out when it took them from the cache.
+        _, notebook = cache.merge_match_into_notebook(nbformat.read(_executed(app, page), as_version=4))
         reruns.unmark(notebook)
         notebook.metadata.pop("source_map")
         nbformat.validate(notebook)
