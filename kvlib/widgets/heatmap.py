@@ -235,12 +235,13 @@ class AttentionHeatmap(Widget):
     def _require_agreement(self, layer, returned, reach):
         """Raise unless these are the weights of a layer, up to the rounding of their dtype.
 
-        Rounding of a score grows with ``reach``, the largest sum of sizes in a dot product.
+        Gaps are shipped as float32, which moves no weight by 1e-7.  The call's own rounding
+        grows with ``reach``, the largest sum of sizes in one of its dot products.
         """
         _, rows, heads, _, _ = self.data["shape"]
         shown = np.array([[self.weights(layer, row, head) for head in range(heads)] for row in range(rows)])
         coarse = _eps(returned)
-        tolerance = 2 * coarse + 8 * min(coarse, 2.0**-23) * max(1, reach)
+        tolerance = 1e-7 + 2 * coarse + 8 * min(coarse, 2.0**-23) * max(1, reach)
         returned = _numpy(returned)
         if shown.shape != returned.shape or not np.all(np.abs(shown - returned) <= tolerance):
             raise ValueError(
@@ -285,19 +286,38 @@ class AttentionHeatmap(Widget):
 
     def _quoted(self, slot):
         after = self.data["lengths"][self.row] + self.data["counts"][self.row]
-        return f" “{self.data['tokens'][self.row][slot]}”" if self.data["tokens"] and slot < after else ""
+        if not self.data["tokens"] or slot >= after:
+            return ""
+        token = self.data["tokens"][self.row][slot].replace("\n", "↵").replace("\t", "⇥")
+        return f" “{token}”"
 
     def _spoken(self):
         if self.data["shape"][3] == 0:
             return spoken(*NO_QUERY)
         query, slot = self.selected
         length, count = self.data["lengths"][self.row], self.data["counts"][self.row]
-        seen = visibility.may_attend(slot, query, length, count)
-        weight = self.weights(self.layer, self.row, self.head)[query, slot]
-        return spoken(
-            f"Query {query}, key in slot {slot}: {f'weight {weight:.4f}' if seen else 'masked, no weight'}.",
-            explain(slot, query, length, count),
-        )
+        result = "masked, no weight"
+        if visibility.may_attend(slot, query, length, count):
+            weight = self.weights(self.layer, self.row, self.head)[query, slot]
+            peak, gaps = list(self._numbers(self.layer, self.row, self.head))[query]
+            shown = "below 0.0001" if 0 < weight < 0.00005 else f"{weight:.4f}"
+            result = f"weight {shown}, score {float(peak) + float(gaps[slot]):.3f}"
+        return spoken(f"{self._place(query, slot)}: {result}.", explain(slot, query, length, count))
+
+    def _place(self, query, slot):
+        """Return where a cell is, in words; what there is only one of goes without saying."""
+        layers, rows, heads, _, capacity = self.data["shape"]
+        share = heads // self.data["n_kv_heads"]
+        length, count = self.data["lengths"][self.row], self.data["counts"][self.row]
+        parts = [
+            f"layer {self.layer}" if layers > 1 else "",
+            f"row {self.row}" if rows > 1 else "",
+            f"head {self.head}" + (f" of KV head {self.head // share}" if share > 1 else "") if heads > 1 else "",
+            f"query {query}{self._quoted(length + query if query < count else capacity)}",
+            f"key in slot {slot}{self._quoted(slot)}",
+        ]
+        place = ", ".join(part for part in parts if part)
+        return place[0].upper() + place[1:]
 
 
 def _data(scores, lengths, counts, n_kv_heads, tokens):
