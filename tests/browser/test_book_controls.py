@@ -69,7 +69,7 @@ def test_every_control_of_every_widget_does_something(page_of, name):
             used += 1
             if widget.evaluate(PICTURE, handle) == before:
                 dead.append(f"widget {place}: {label}")
-        assert used, f"widget {place} has no control that can be used"
+        assert used or widget.locator("[role=grid]").count(), f"widget {place} has nothing to use"
     assert dead == []
 
 

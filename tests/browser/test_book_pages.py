@@ -10,10 +10,14 @@ EVERY_PAGE = [*PAGES, "search"]
 
 CONTRAST = """
 () => {
-  const parse = (text) => {
-    const numbers = text.match(/[\\d.]+(e-?\\d+)?/g).map(Number);
-    const scale = text.startsWith("color(") ? 255 : 1;
-    return { rgb: numbers.slice(0, 3).map((n) => n * scale), alpha: numbers[3] ?? 1 };
+  // A canvas turns every way to write a colour into red, green, blue and alpha.
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const parse = (color) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, alpha] = canvas.getImageData(0, 0, 1, 1).data;
+    return { rgb: [r, g, b], alpha: alpha / 255 };
   };
   const over = (top, bottom) => top.rgb.map((n, i) => n * top.alpha + bottom[i] * (1 - top.alpha));
   const light = (rgb) => {
