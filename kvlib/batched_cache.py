@@ -197,8 +197,12 @@ def _scale(options, d_k, compute_dtype):
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"options['scale'] was {scale!r}; it must be a positive finite number")
     limits = torch.finfo(compute_dtype)
-    if not limits.tiny <= scale <= limits.max:
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not limits.tiny <= number <= limits.max:
         raise ValueError(
             f"options['scale'] was {scale!r}; it must be a positive finite number that {compute_dtype} can hold"
         )
-    return float(scale)
+    return number
