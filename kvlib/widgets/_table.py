@@ -11,20 +11,26 @@ def table(caption, columns, rows, cells):
     Parameters
     ----------
     caption : str
-    columns, rows : list of str
-        Their headings.
+        May be empty.
+    columns, rows : list of (str, str)
+        Their headings, and a token or "" below each.
     cells : list of list of (str, str, str)
         Look, text and inline style of each cell.
     """
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    head = "".join(f'<th scope="col">{_heading(*name)}</th>' for name in columns)
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(map(_cell, line))}</tr>'
+        f'<tr><th scope="row">{_heading(*name)}</th>{"".join(map(_cell, line))}</tr>'
         for name, line in zip(rows, cells)
     )
+    caption = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (
-        f'<table class="kv-table"><caption>{escape(caption)}</caption>'
+        f'<table class="kv-table">{caption}'
         f"<thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
+
+
+def _heading(name, token):
+    return escape(name) + (f" <small>{escape(token)}</small>" if token else "")
 
 
 def _cell(cell):

@@ -270,26 +270,28 @@ class AttentionHeatmap(Widget):
                 name = visibility.state(slot, query, length, count)
                 return name, GLYPHS[name], ""
             weight = weights[query, slot]
-            return "weight", f"{weight:.2f}", f"--kv-weight:{weight:.4f}"
+            shown = "1.0" if weight >= 0.995 else f"{weight:.2f}"[1:]
+            return "weight", shown, f"--kv-weight:{weight:.4f}"
 
         still = table(
-            caption=f"Layer {self.layer}, row {self.row}, head {self.head}",
-            columns=[f"{slot}{self._quoted(slot)}" for slot in range(capacity)],
-            rows=[
-                f"query {query}{self._quoted(length + query if query < count else capacity)}"
-                for query in range(n_queries)
-            ],
+            caption=_sentence_case(", ".join(self._picture())),
+            columns=[(str(slot), self._token(slot)) for slot in range(capacity)],
+            rows=[(f"query {query}", self._token(self._own_slot(query))) for query in range(n_queries)],
             cells=[[cell(query, slot) for slot in range(capacity)] for query in range(n_queries)],
         )
         legend = ", ".join(f"{GLYPHS[name]} {LABELS[name]}" for name in ("future", "unused", "idle"))
         return f'{still}<p class="kv-caption">{HEATMAP_CAPTION} Masked: {legend}.</p>'
 
-    def _quoted(self, slot):
+    def _own_slot(self, query):
+        """Return where the token of a query is, or None if it was not appended."""
+        return self.data["lengths"][self.row] + query if query < self.data["counts"][self.row] else None
+
+    def _token(self, slot):
+        """Return the text in a slot, "" where there is none."""
         after = self.data["lengths"][self.row] + self.data["counts"][self.row]
-        if not self.data["tokens"] or slot >= after:
+        if not self.data["tokens"] or slot is None or slot >= after:
             return ""
-        token = self.data["tokens"][self.row][slot].replace("\n", "↵").replace("\t", "⇥")
-        return f" “{token}”"
+        return self.data["tokens"][self.row][slot].replace("\n", "↵").replace("\t", "⇥")
 
     def _spoken(self):
         if self.data["shape"][3] == 0:
@@ -302,22 +304,25 @@ class AttentionHeatmap(Widget):
             peak, gaps = list(self._numbers(self.layer, self.row, self.head))[query]
             shown = "below 0.0001" if 0 < weight < 0.00005 else f"{weight:.4f}"
             result = f"weight {shown}, score {float(peak) + float(gaps[slot]):.3f}"
-        return spoken(f"{self._place(query, slot)}: {result}.", explain(slot, query, length, count))
+        query_token, slot_token = (
+            f" “{token}”" if token else "" for token in (self._token(self._own_slot(query)), self._token(slot))
+        )
+        place = [*self._picture(), f"query {query}{query_token}", f"key in slot {slot}{slot_token}"]
+        return spoken(
+            f"{_sentence_case(', '.join(place))}: {result}.", explain(slot, query, length, count)
+        )
 
-    def _place(self, query, slot):
-        """Return where a cell is, in words; what there is only one of goes without saying."""
-        layers, rows, heads, _, capacity = self.data["shape"]
+    def _picture(self):
+        """Return which picture is shown, in words; what there is only one of goes without saying."""
+        layers, rows, heads, _, _ = self.data["shape"]
         share = heads // self.data["n_kv_heads"]
-        length, count = self.data["lengths"][self.row], self.data["counts"][self.row]
+        group = f" of KV head {self.head // share}" if share > 1 else ""
         parts = [
-            f"layer {self.layer}" if layers > 1 else "",
-            f"row {self.row}" if rows > 1 else "",
-            f"head {self.head}" + (f" of KV head {self.head // share}" if share > 1 else "") if heads > 1 else "",
-            f"query {query}{self._quoted(length + query if query < count else capacity)}",
-            f"key in slot {slot}{self._quoted(slot)}",
+            (layers, f"layer {self.layer}"),
+            (rows, f"row {self.row}"),
+            (heads, f"head {self.head}{group}"),
         ]
-        place = ", ".join(part for part in parts if part)
-        return place[0].upper() + place[1:]
+        return [part for size, part in parts if size > 1]
 
 
 def _data(scores, lengths, counts, n_kv_heads, tokens):
@@ -434,6 +439,10 @@ def _eps(array):
     """Return the distance from 1 to the next number of an array's or a tensor's dtype."""
     info = sys.modules["torch"].finfo if hasattr(array, "detach") else np.finfo
     return float(info(array.dtype).eps)
+
+
+def _sentence_case(words):
+    return words[:1].upper() + words[1:]
 
 
 def _count(number, noun):

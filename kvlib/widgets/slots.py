@@ -82,8 +82,8 @@ class SlotExplorer(Widget):
             tables.append(
                 table(
                     caption=f"Row {row}: length {length}, appends {count} of {self.n_queries}",
-                    columns=[f"{slot}" for slot in range(self.capacity)],
-                    rows=[f"query {query}" for query in range(self.n_queries)],
+                    columns=[(str(slot), "") for slot in range(self.capacity)],
+                    rows=[(f"query {query}", "") for query in range(self.n_queries)],
                     cells=[[(name, GLYPHS[name], "") for name in line] for line in names],
                 )
             )
