@@ -24,8 +24,8 @@ book: $(VENV)/book.stamp ## build the book into _build/html
 
 lab: $(VENV)/book.stamp ## open the pages as notebooks in JupyterLab
 	@$(BIN)/jupytext-config --settings-file $(VENV)/etc/jupyter/labconfig/default_setting_overrides.json \
-		set-default-viewer myst
-	@$(BIN)/jupyter lab book
+		set-default-viewer markdown myst
+	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) book
 
 mutants: $(VENV)/tests.stamp ## plant small faults in kvlib and see the tests catch each
 	@$(BIN)/python tests/mutants.py

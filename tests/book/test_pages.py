@@ -50,7 +50,8 @@ def test_every_page_imports_the_library(page):
 
 
 def test_every_page_of_the_folder_is_in_the_table_of_contents():
-    in_folder = {path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("book/**/*.md")}
+    sources = [path.relative_to(ROOT) for path in ROOT.glob("book/**/*.md")]
+    in_folder = {path.with_suffix("").as_posix() for path in sources if ".ipynb_checkpoints" not in path.parts}
     assert in_folder == set(PAGES)
 
 

@@ -49,6 +49,23 @@ def use(control):
         raise AssertionError(f"a control that this test does not know how to use: {kind}")
 
 
+def forget_the_last_remark(widget):
+    """Select a cell, as a reader does next: what was said about the control before goes away."""
+    cell = widget.locator("[role=gridcell][tabindex='0']").first
+    if cell.count():
+        cell.evaluate("cell => cell.blur()")
+        cell.focus()
+
+
+def unchoose(control):
+    """Choose another one of a radio button's group, so that choosing this one is a change."""
+    if control.evaluate("el => el.type === 'radio' && el.checked"):
+        control.evaluate(
+            "el => [...el.closest('kv-widget').querySelectorAll('input[type=radio]')]"
+            ".find((other) => other.name === el.name && other !== el)?.click()"
+        )
+
+
 def name_of(control):
     return control.evaluate("el => `${el.tagName} ${el.getAttribute('aria-label') || el.textContent || el.name}`")
 
@@ -62,6 +79,8 @@ def test_every_control_of_every_widget_does_something(page_of, name):
             control = widget.locator(".kv-live").locator(CONTROLS).nth(number)
             if control.is_disabled():
                 continue
+            forget_the_last_remark(widget)
+            unchoose(control)
             handle = control.element_handle()
             before = widget.evaluate(PICTURE, handle)
             label = name_of(control)
