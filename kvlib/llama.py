@@ -173,7 +173,6 @@ class Llama:
             the message names the argument.
         """
         self._check_call(tokens, cache, append_mask)
-        epsilon = self.config.norm_epsilon
         # A token's position is the slot it lands in, so every row counts for itself.
         positions = cache.lengths[:, None] + torch.arange(tokens.shape[1])  # [B, Q]
         angles = self._angles(positions)  # [B, 1, Q, D / 2]
@@ -181,16 +180,17 @@ class Llama:
 
         x = self.embedding[tokens]  # [B, Q, E]
         for layer, key_cache, value_cache in zip(self.layers, cache.keys, cache.values):
-            h = rms_norm(x, layer.attn_norm.shape, layer.attn_norm, epsilon)
-            query = _rotate(_split_heads(linear(h, layer.attn_q), self.config.head_dim), angles)
-            key = _rotate(_split_heads(linear(h, layer.attn_k), self.config.head_dim), angles)
-            value = _split_heads(linear(h, layer.attn_v), self.config.head_dim_v)
-            step = kv_cache_attention_step(
-                query, key, value, key_cache, value_cache, cache.lengths, append_mask, options={}
-            )
-            x = x + linear(_join_heads(step["context"]), layer.attn_output)
-            h = rms_norm(x, layer.ffn_norm.shape, layer.ffn_norm, epsilon)
-            x = x + linear(silu(linear(h, layer.ffn_gate)) * linear(h, layer.ffn_up), layer.ffn_down)
+            h = self._norm(x, layer.attn_norm)
+            query = _rotate(_split(linear(h, layer.attn_q), self.config.n_heads), angles)
+            key = _rotate(_split(linear(h, layer.attn_k), self.config.n_kv_heads), angles)
+            value = _split(linear(h, layer.attn_v), self.config.n_kv_heads)
+            caches = key_cache, value_cache, cache.lengths
+            step = kv_cache_attention_step(query, key, value, *caches, append_mask, options={})
+            x = x + linear(_join(step["context"]), layer.attn_output)
+
+            h = self._norm(x, layer.ffn_norm)
+            gated = silu(linear(h, layer.ffn_gate)) * linear(h, layer.ffn_up)
+            x = x + linear(gated, layer.ffn_down)
 
             keys.append(step["key_cache"])
             values.append(step["value_cache"])
@@ -198,7 +198,7 @@ class Llama:
                 queries.append(query)
                 weights.append(step["attention"])
         return Step(
-            hidden=rms_norm(x, self.output_norm.shape, self.output_norm, epsilon),
+            hidden=self._norm(x, self.output_norm),
             cache=Cache(tuple(keys), tuple(values), step["lengths"]),
             queries=tuple(queries),
             attention=tuple(weights),
@@ -242,6 +242,9 @@ class Llama:
         """The token ids at which the model means to stop: the file's end-of-sequence token, if any."""
         eos = self.tokenizer_metadata.get("tokenizer.ggml.eos_token_id")
         return () if eos is None else (eos,)
+
+    def _norm(self, x, weight):
+        return rms_norm(x, weight.shape, weight, self.config.norm_epsilon)
 
     def _angles(self, positions):
         D = self.config.head_dim
@@ -417,13 +420,13 @@ def _rotate(x, angles):
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-def _split_heads(x, head_dim):
-    """Return x, [B, Q, H * head_dim], as [B, H, Q, head_dim]."""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+def _split(x, n_heads):
+    """Return x, [B, Q, H * D], as [B, H, Q, D]."""
+    return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
 
 
-def _join_heads(x):
-    """Return x, [B, H, Q, head_dim], as [B, Q, H * head_dim]."""
+def _join(x):
+    """Return x, [B, H, Q, D], as [B, Q, H * D]."""
     return x.transpose(1, 2).flatten(-2)
 
 
