@@ -75,7 +75,7 @@ def score_tables(n_tokens):
     needed = n_tokens * (n_tokens + 1) // 2
     again = hidden = sum(t * (t - 1) // 2 for t in range(1, n_tokens + 1))
     with rc_context(_STYLE):
-        figure = Figure(figsize=(5.4, 2.5))
+        figure = Figure(figsize=(4.8, 2.3))
         tables = figure.subplots(1, n_tokens, width_ratios=range(1, n_tokens + 1))
         for t, axes in enumerate(np.atleast_1d(tables), start=1):
             for query in range(t):
@@ -87,7 +87,7 @@ def score_tables(n_tokens):
             axes.set_title(f"step {t}", fontsize=10)
             axes.axis("off")
         legend = (f"● needed now: {needed}", f"= computed before: {again}", f"× hidden: {hidden}")
-        for x, text in zip((0.1, 0.41, 0.78), legend, strict=True):
+        for x, text in zip((0.06, 0.4, 0.8), legend, strict=True):
             figure.text(x, 0.01, text)
         return _svg(
             figure,
@@ -118,7 +118,7 @@ def work_growth(n_tokens, **sizes):
     }
     kinds = ("rows_projected", "scores", "bytes_moved")
     with rc_context(_STYLE):
-        figure = Figure(figsize=(5.4, 5.4), layout="constrained")
+        figure = Figure(figsize=(4.8, 5), layout="constrained")
         for axes, kind in zip(figure.subplots(len(kinds), 1, sharex=True), kinds, strict=True):
             for name, (colour, dashes, works) in ways.items():
                 counts = [getattr(work, kind) for work in works]
@@ -157,7 +157,7 @@ def rows_written(n_tokens):
     steps = range(1, n_tokens + 1)
     by_concatenation = [n + costs.rows_recopied_by_concatenation(n) for n in steps]
     with rc_context(_STYLE):
-        figure = Figure(figsize=(5.4, 2.8), layout="constrained")
+        figure = Figure(figsize=(4.8, 2.6), layout="constrained")
         axes = figure.subplots()
         axes.plot(steps, by_concatenation, "--", color=_ORANGE, lw=2)
         axes.plot(steps, steps, color=_BLUE, lw=2)
@@ -209,7 +209,7 @@ def _svg(figure, alt):
 
 
 def _opening_tag(alt):
-    attributes = f'role="img" aria-label="{escape(alt)}" style="width: 100%; max-width: 36rem; height: auto"'
+    attributes = f'role="img" aria-label="{escape(alt)}" style="width: 100%; max-width: 34rem; height: auto"'
     return lambda match: (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f"{match.group(1)} {attributes}>"

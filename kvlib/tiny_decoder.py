@@ -119,9 +119,9 @@ class TinyDecoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             q, k, v = _project(x, layer, work)
             cache.append(k, v)
-            work.bytes_moved += k.nbytes + v.nbytes
+            work.bytes_moved += k.nbytes + v.nbytes  # written, ...
             context, attention = decode_step(q, cache)
-            work.bytes_moved += len(cache) * (k.nbytes + v.nbytes)
+            work.bytes_moved += len(cache) * (k.nbytes + v.nbytes)  # ... then all read
             work.scores += attention.size
             work.visible_scores += attention.size
             x = _finish(x, context, layer)
@@ -164,7 +164,7 @@ def generate_by_caching(decoder, prompt, n_new):
     """
     _check_request(prompt, n_new)
     tokens, chosen_from, work = list(prompt), [], Work()
-    caches = decoder.new_caches(len(prompt) + n_new - 1)  # nothing attends the last new token
+    caches = decoder.new_caches(len(prompt) + n_new - 1)  # the last is not run
     for token in prompt[:-1]:
         decoder.cached_step(token, caches, work)
     for _ in range(n_new):
