@@ -84,7 +84,9 @@ class Widget(_Host):
         The page has to load `kvlib.widgets.script` and `kvlib.widgets.stylesheet`.
         """
         # In a script element only "<" could end the text early, so JSON writes it as an escape.
-        state = json.dumps(self.state(), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+        state = json.dumps(self.state(), ensure_ascii=False, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        )
         return (
             f'<kv-widget kind="{self._kind}"><script type="application/json">{state}</script>'
             f'<figure class="kv kv-fallback"><figcaption>{self._caption()}</figcaption>'
@@ -102,9 +104,7 @@ if not _notebook:
     def _repr_html_(self):
         if os.environ.get("KVLIB_STATIC") == "1":
             return self.html()
-        return (
-            f"<style>{_bundle.stylesheet()}</style>{self.html()}<script>{_bundle.script()}</script>"
-        )
+        return f"<style>{_bundle.stylesheet()}</style>{self.html()}<script>{_bundle.script()}</script>"
 
     Widget._repr_html_ = _repr_html_
 

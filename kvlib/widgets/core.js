@@ -87,7 +87,8 @@ function speaker(longest) {
   };
 }
 
-// A grid of cells with one tab stop. Arrows, Home and End move; focus and click select; the pointer previews.
+// A grid of cells with one tab stop. Arrows, Home and End move; focus, hence a click, selects;
+// the pointer previews.
 // corner, columnHeads and rowHeads label it; tails, if any, end the header row and each row.
 function makeGrid({ label, corner, columnHeads, rowHeads, tails = [], onselect, onpreview }) {
   const rows = rowHeads.length, columns = columnHeads.length;
@@ -113,7 +114,6 @@ function makeGrid({ label, corner, columnHeads, rowHeads, tails = [], onselect, 
       cells[clamp(r, 0, rows - 1)][clamp(c, 0, columns - 1)].focus();
     },
     onfocusin: (event) => { const at = place(event); if (at) onselect(...at); },
-    onclick: (event) => { const at = place(event); if (at) cells[at[0]][at[1]].focus(); },
     onpointerover: (event) => { const at = place(event); if (at) onpreview(at); },
     onpointerleave: () => onpreview(null),
   }, ...[[corner, ...columnHeads], ...rowHeads.map((head, r) => [head, ...cells[r]])]
@@ -145,7 +145,7 @@ function paint(cell, look, text, label) {
 }
 
 function legend(states) {
-  return h("ul", { class: "kv-key" }, ...states.map((name) => h("li", {},
+  return h("div", { class: "kv-key", role: "list" }, ...states.map((name) => h("span", { role: "listitem" },
     h("span", { class: `kv-cell kv-${name}`, "aria-hidden": "true" }, TEXT.GLYPHS[name]), TEXT.LABELS[name])));
 }
 
@@ -161,8 +161,9 @@ function draw(kind, open, el) {
   const guarded = (work) => { try { return work(); } catch (error) { fail(error); } };
   return guarded(() => {
     const model = open();
-    const root = h("div", { class: "kv", role: "group", "aria-label": model.get("title") || TEXT.NAMES[kind] });
-    if (model.get("title")) root.append(h("p", { class: "kv-title" }, model.get("title")));
+    const title = model.get("title");
+    const root = h("div", { class: "kv", role: "group", "aria-label": title || TEXT.NAMES[kind] });
+    if (title) root.append(h("p", { class: "kv-title" }, title));
     // Several fields often change together: draw once, when all have.
     let waiting = false;
     const redraw = () => {

@@ -35,16 +35,18 @@ function buildHeatmap(model, root, redraw) {
   const [layers, rows, heads, queries, capacity] = data.shape;
   const { lengths, counts, tokens } = data;
   const share = heads / data.n_kv_heads;
-  const longest = (tokens ?? []).flat().reduce((longer, token) => (token.length > longer.length ? token : longer), "");
-  const speech = speaker(`${place(layers, rows, heads, 100, longest, 100, longest)}: weight below 0.0001, score -100.000. `
+  const tokenAt = (row, slot) => (slot < lengths[row] + counts[row] ? tokens?.[row][slot] : undefined);
+  const ownSlot = (row, t) => (t < counts[row] ? lengths[row] + t : capacity);
+  const longest = (tokens ?? []).flat().reduce((long, token) => (token.length > long.length ? token : long), "");
+  const speech = speaker(
+    `${place(layers, rows, heads, 100, longest, 100, longest)}: weight below 0.0001, score -100.000. `
     + "Slot 100 holds a token appended before query 100 in this call. Query 100 attends slots 0 to 100.");
   let preview = null, note = "";
 
   const pick = (name, n) => stepper(capital(name), capital(name), (wanted) => {
     const value = clamp(wanted, 0, n - 1);
-    note = value === wanted ? "" : `The ${name}s go from 0 to ${n - 1}.`;
     change(model, { [name]: value });
-    redraw();
+    look(null, value === wanted ? "" : `The ${name}s go from 0 to ${n - 1}.`);
   });
   const layerPick = pick("layer", layers), rowPick = pick("row", rows);
   const headPick = headChooser();
@@ -63,17 +65,19 @@ function buildHeatmap(model, root, redraw) {
     },
     onpreview: look,
   });
-  function look(at) {
-    preview = at;
-    note = "";
-    redraw();
-  }
   const choices = [[layers, layerPick.el], [rows, rowPick.el], [heads, headPick]].filter(([n]) => n > 1);
   if (choices.length) root.append(h("div", { class: "kv-head" }, ...choices.map(([, el]) => el)));
   root.append(
     h("div", { class: `kv-scroll kv-heat${tokens ? " kv-named" : ""}` }, grid.el), speech.el,
     h("div", { class: "kv-foot" }, scale(), "masked:", legend(["future", "unused", "idle"])),
     h("p", { class: "kv-caption" }, TEXT.HEATMAP_CAPTION));
+
+  // Turn to a cell, null for the selected one, or to a remark in its place.
+  function look(at, remark = "") {
+    preview = at;
+    note = remark;
+    redraw();
+  }
 
   // Where a cell is, in words; what there is only one of goes without saying.
   function place(layer, row, head, query, queryToken, slot, slotToken) {
@@ -87,11 +91,13 @@ function buildHeatmap(model, root, redraw) {
 
   // Radio buttons of one form are one group, so widgets share no names.
   function headChooser() {
-    const radio = (i) => h("label", {}, h("input", { type: "radio", name: "head", value: i, "aria-label": `Head ${i}` }),
+    const radio = (i) => h("label", {},
+      h("input", { type: "radio", name: "head", value: i, "aria-label": `Head ${i}` }),
       h("span", { "aria-hidden": "true" }, String(i)));
-    const group = (name, members) => h("fieldset", {}, h("legend", {}, name), h("div", {}, ...members.map(radio)));
-    const groups = share === 1 ? [group("Head", range(heads))]
-      : range(data.n_kv_heads).map((k) => group(`Heads of KV head ${k}`, range(share).map((i) => k * share + i)));
+    const group = (name, members) =>
+      h("fieldset", {}, h("legend", {}, name), h("div", {}, ...members.map(radio)));
+    const shared = (k) => group(`Heads of KV head ${k}`, range(share).map((i) => k * share + i));
+    const groups = share === 1 ? [group("Head", range(heads))] : range(data.n_kv_heads).map(shared);
     return h("form", {
       class: "kv-heads", "aria-label": "Query head",
       onsubmit: (event) => event.preventDefault(),
@@ -116,44 +122,55 @@ function buildHeatmap(model, root, redraw) {
     cell.style.setProperty("--kv-weight", weight);
   }
 
-  function update() {
-    const [layer, row, head] = ["layer", "row", "head"].map((name) => model.get(name));
-    const [length, count] = [lengths[row], counts[row]];
-    const token = (slot) => (slot < length + count ? tokens?.[row][slot] : undefined);
-    const ownSlot = (t) => (t < count ? length + t : capacity);
+  function showTokens(row) {
     const label = (el, text, slot) => {
       el.replaceChildren(text);
-      if (tokens) el.append(h("small", {}, tokenText(token(slot) ?? "")));
+      if (tokens) el.append(h("small", {}, tokenText(tokenAt(row, slot) ?? "")));
     };
+    slotHeads.forEach((el, j) => label(el, String(j), j));
+    queryHeads.forEach((el, t) => label(el, tokens ? String(t) : `query ${t}`, ownSlot(row, t)));
+  }
+
+  // Scores and weights of a query on the slots it attends; an idle one attends none.
+  function attention(layer, row, head, t) {
+    if (t >= counts[row]) return { scores: [], weights: [] };
+    const { peak, gaps } = heatmapScores(data, layer, row, head, t);
+    return { scores: gaps.map((gap) => peak + gap), weights: softmaxOfGaps(gaps) };
+  }
+
+  function showQuery(t, row, weights) {
+    grid.cells[t].forEach((cell, j) => {
+      const name = visibility.state(j, t, lengths[row], counts[row]);
+      if (visibility.mayAttend(j, t, lengths[row], counts[row])) {
+        paintWeight(cell, weights[j], `Query ${t}, slot ${j}: weight ${weightText(weights[j])}`);
+      } else paint(cell, name, TEXT.GLYPHS[name], `Query ${t}, slot ${j}: masked, ${TEXT.LABELS[name]}`);
+    });
+    sums[t].textContent = weights.reduce((sum, weight) => sum + weight, 0).toFixed(2);
+  }
+
+  function speak([t, j], [layer, row, head], { scores, weights }) {
+    const cell = [j, t, lengths[row], counts[row]];
+    const result = visibility.mayAttend(...cell)
+      ? `weight ${weightText(weights[j])}, score ${scoreText(scores[j])}` : "masked, no weight";
+    const where = place(layer, row, head, t, tokenAt(row, ownSlot(row, t)), j, tokenAt(row, j));
+    speech.say(`${where}: ${result}.`, explain(...cell));
+  }
+
+  function update() {
+    const picture = ["layer", "row", "head"].map((name) => model.get(name));
+    const [layer, row, head] = picture;
     layerPick.show(layer);
     rowPick.show(row);
     headPick.querySelector(`[value="${head}"]`).checked = true;
-    slotHeads.forEach((el, j) => label(el, String(j), j));
-    queryHeads.forEach((el, t) => label(el, tokens ? String(t) : `query ${t}`, ownSlot(t)));
-
-    const scored = range(queries).map((t) => {
-      if (t >= count) return { weights: [] };
-      const { peak, gaps } = heatmapScores(data, layer, row, head, t);
-      return { scores: gaps.map((gap) => peak + gap), weights: softmaxOfGaps(gaps) };
-    });
-    scored.forEach(({ weights }, t) => {
-      grid.cells[t].forEach((cell, j) => {
-        const name = visibility.state(j, t, length, count);
-        if (visibility.mayAttend(j, t, length, count)) {
-          paintWeight(cell, weights[j], `Query ${t}, slot ${j}: weight ${weightText(weights[j])}`);
-        } else paint(cell, name, TEXT.GLYPHS[name], `Query ${t}, slot ${j}: masked, ${TEXT.LABELS[name]}`);
-      });
-      sums[t].textContent = weights.reduce((sum, weight) => sum + weight, 0).toFixed(2);
-    });
+    showTokens(row);
+    const attended = range(queries).map((t) => attention(layer, row, head, t));
+    attended.forEach(({ weights }, t) => showQuery(t, row, weights));
     const selected = model.get("selected");
-    if (queries > 0) grid.mark(selected, preview ?? selected);
-    if (note) return speech.say(note);
-    if (queries === 0) return speech.say(...TEXT.NO_QUERY);
-    const [t, j] = preview ?? selected;
-    const result = visibility.mayAttend(j, t, length, count)
-      ? `weight ${weightText(scored[t].weights[j])}, score ${scoreText(scored[t].scores[j])}.` : "masked, no weight.";
-    speech.say(`${place(layer, row, head, t, token(ownSlot(t)), j, token(j))}: ${result}`,
-      explain(j, t, length, count));
+    const spoken = preview ?? selected;
+    if (queries > 0) grid.mark(selected, spoken);
+    if (note) speech.say(note);
+    else if (queries === 0) speech.say(...TEXT.NO_QUERY);
+    else speak(spoken, picture, attended[spoken[0]]);
   }
   return { fields, update };
 }

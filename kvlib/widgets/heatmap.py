@@ -71,7 +71,17 @@ class AttentionHeatmap(Widget):
     title = synced()
 
     def __init__(
-        self, scores, lengths, counts, n_kv_heads=None, tokens=None, layer=0, row=0, head=0, selected=(0, 0), title=""
+        self,
+        scores,
+        lengths,
+        counts,
+        n_kv_heads=None,
+        tokens=None,
+        layer=0,
+        row=0,
+        head=0,
+        selected=(0, 0),
+        title="",
     ):
         data = _data(scores, lengths, counts, n_kv_heads, tokens)
         start = {"layer": layer, "row": row, "head": head, "selected": selected}
@@ -154,7 +164,9 @@ class AttentionHeatmap(Widget):
         )
 
     @classmethod
-    def from_layers(cls, queries, key_caches, lengths, append_mask, options=None, attention=None, **first):
+    def from_layers(
+        cls, queries, key_caches, lengths, append_mask, options=None, attention=None, **first
+    ):
         """Show one call of `kvlib.kv_cache_attention_step` for each layer of a model.
 
         Parameters
@@ -224,7 +236,9 @@ class AttentionHeatmap(Widget):
         """Yield the peak score and the gaps below it of each appended query, as shipped."""
         _, _, heads, _, _ = self.data["shape"]
         lengths, counts = self.data["lengths"], self.data["counts"]
-        sizes = [sum(length + query + 2 for query in range(count)) for length, count in zip(lengths, counts)]
+        sizes = [
+            sum(length + query + 2 for query in range(count)) for length, count in zip(lengths, counts)
+        ]
         at = layer * heads * sum(sizes) + heads * sum(sizes[:row]) + head * sizes[row]
         numbers = np.frombuffer(base64.b64decode(self.data["numbers"]), "<f4")
         for query in range(counts[row]):
@@ -239,7 +253,9 @@ class AttentionHeatmap(Widget):
         grows with ``reach``, the largest sum of sizes in one of its dot products.
         """
         _, rows, heads, _, _ = self.data["shape"]
-        shown = np.array([[self.weights(layer, row, head) for head in range(heads)] for row in range(rows)])
+        shown = np.array(
+            [[self.weights(layer, row, head) for head in range(heads)] for row in range(rows)]
+        )
         coarse = _eps(returned)
         tolerance = 1e-7 + 2 * coarse + 8 * min(coarse, 2.0**-23) * max(1, reach)
         returned = _numpy(returned)
@@ -255,7 +271,10 @@ class AttentionHeatmap(Widget):
 
     def _summary(self):
         layers, rows, heads, queries, slots = self.data["shape"]
-        counted = [(layers, "layer"), (rows, "row"), (heads, "head")], [(queries, "query"), (slots, "slot")]
+        counted = (
+            [(layers, "layer"), (rows, "row"), (heads, "head")],
+            [(queries, "query"), (slots, "slot")],
+        )
         first, last = (", ".join(_count(*pair) for pair in pairs) for pairs in counted)
         return f"{first} on {_count(self.data['n_kv_heads'], 'KV head')}, {last}"
 
@@ -305,7 +324,8 @@ class AttentionHeatmap(Widget):
             shown = "below 0.0001" if 0 < weight < 0.00005 else f"{weight:.4f}"
             result = f"weight {shown}, score {float(peak) + float(gaps[slot]):.3f}"
         query_token, slot_token = (
-            f" “{token}”" if token else "" for token in (self._token(self._own_slot(query)), self._token(slot))
+            f" “{token}”" if token else ""
+            for token in (self._token(self._own_slot(query)), self._token(slot))
         )
         place = [*self._picture(), f"query {query}{query_token}", f"key in slot {slot}{slot_token}"]
         return spoken(
@@ -357,7 +377,9 @@ def _ship(scores, seen, lengths, counts):
     counted = scores[np.broadcast_to(seen[None, :, None], scores.shape)]
     if not np.all(np.abs(counted) <= _LARGEST_SCORE):
         worst = counted[~(np.abs(counted) <= _LARGEST_SCORE)][0]
-        raise ValueError(f"scores holds {worst} where a query attends; it must be finite and below 1e38 in size")
+        raise ValueError(
+            f"scores holds {worst} where a query attends; it must be finite and below 1e38 in size"
+        )
     pieces = [
         np.append(peak := visible.max(), visible - peak)
         for layer in range(layers)
@@ -374,7 +396,9 @@ def _tokens(tokens, lengths, counts, capacity):
         return None
     tokens = [list(row) for row in tokens]
     if len(tokens) != len(lengths):
-        raise ValueError(f"tokens has {len(tokens)} rows; it must have as many as lengths, {len(lengths)}")
+        raise ValueError(
+            f"tokens has {len(tokens)} rows; it must have as many as lengths, {len(lengths)}"
+        )
     for row, labels in enumerate(tokens):
         after = lengths[row] + counts[row]
         if not after <= len(labels) <= capacity:
@@ -412,12 +436,18 @@ def _scores(query, keys, lengths, counts, scale):
     _, heads, n_queries, size = query.shape
     kv_heads, capacity = keys.shape[1:3]
     if heads % kv_heads:
-        raise ValueError(f"query has {heads} heads; it must have a multiple of the {kv_heads} heads of key_cache")
+        raise ValueError(
+            f"query has {heads} heads; it must have a multiple of the {kv_heads} heads of key_cache"
+        )
     visibility.mask(lengths, counts, n_queries, capacity)
     appended = np.arange(n_queries) < np.array(counts)[:, None]
     live = np.arange(capacity) < (np.array(lengths) + np.array(counts))[:, None]
-    query = np.where(appended[:, None, :, None], query, 0) * (1 / math.sqrt(size) if scale is None else scale)
-    keys = np.repeat(np.where(live[:, None, :, None], keys, 0), heads // kv_heads, axis=1).swapaxes(-1, -2)
+    query = np.where(appended[:, None, :, None], query, 0) * (
+        1 / math.sqrt(size) if scale is None else scale
+    )
+    keys = np.repeat(np.where(live[:, None, :, None], keys, 0), heads // kv_heads, axis=1).swapaxes(
+        -1, -2
+    )
     return query @ keys, (np.abs(query) @ np.abs(keys)).max(initial=0)
 
 

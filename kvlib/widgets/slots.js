@@ -1,40 +1,43 @@
 // Slot explorer: rows of a batch against the slots of their caches.
 
-// What a control becomes when `wanted` is asked of it, and the remark that says why it is not more or less.
+// What changes when `wanted` is asked of a control, and the remark that says why it is not more or less.
 // A row never holds more than its capacity, and never appends more than the call offers.
-function settleSlots(state, field, row, wanted, ceilings) {
-  const { lengths, counts, n_queries, capacity } = state;
-  const replace = (list, value) => list.map((old, b) => (b === row ? value : old));
-  const within = (low, tooLow, high, tooHigh) =>
-    [clamp(wanted, low, high), wanted < low ? tooLow : wanted > high ? tooHigh : ""];
-
-  if (field === "capacity") {
+const settleSlots = {
+  capacity({ lengths, counts }, wanted, most) {
     const held = lengths.map((length, b) => length + counts[b]);
-    const most = Math.max(1, ...held);
-    const [value, note] = within(
-      most, held.includes(most) ? `Capacity stops at ${most}: row ${held.indexOf(most)} holds ${most} after the call.`
-        : "Capacity stops at 1: a cache has at least one slot.",
-      ceilings.capacity, `Capacity stops at ${ceilings.capacity} in this picture.`);
-    return [{ capacity: value }, note];
-  }
-  if (field === "n_queries") {
-    const [value, note] = within(0, "A call cannot offer fewer than 0 slots.",
-      ceilings.n_queries, `This picture offers at most ${ceilings.n_queries} slots per call.`);
-    const cut = counts.flatMap((count, b) => (count > value ? [`row ${b}`] : []));
-    const cutNote = cut.length ? `The call now offers ${value}, so ${cut.join(" and ")} appends only ${value}.` : "";
-    return [{ n_queries: value, counts: counts.map((count) => Math.min(count, value)) }, note || cutNote];
-  }
-  if (field === "lengths") {
+    const least = Math.max(1, ...held);
+    const [capacity, note] = within(wanted, least, held.includes(least)
+      ? `Capacity stops at ${least}: row ${held.indexOf(least)} holds ${least} after the call.`
+      : "Capacity stops at 1: a cache has at least one slot.",
+    most, `Capacity stops at ${most} in this picture.`);
+    return [{ capacity }, note];
+  },
+  n_queries({ counts }, wanted, most) {
+    const [n_queries, note] = within(wanted, 0, "A call cannot offer fewer than 0 slots.",
+      most, `This picture offers at most ${most} slots per call.`);
+    const cut = counts.flatMap((count, b) => (count > n_queries ? [`row ${b}`] : []));
+    const cutNote = cut.length ? `The call now offers ${n_queries}: that is all for ${cut.join(", ")}.` : "";
+    return [{ n_queries, counts: counts.map((count) => Math.min(count, n_queries)) }, note || cutNote];
+  },
+  lengths({ lengths, counts, capacity }, wanted, _, row) {
     const most = capacity - counts[row];
-    const [value, note] = within(0, `Row ${row} cannot hold fewer than 0 slots.`,
+    const [length, note] = within(wanted, 0, `Row ${row} cannot hold fewer than 0 slots.`,
       most, `Row ${row} stops at length ${most}: with ${counts[row]} appended, its ${capacity} slots are full.`);
-    return [{ lengths: replace(lengths, value) }, note];
-  }
-  const free = capacity - lengths[row];
-  const [value, note] = within(0, `Row ${row} cannot append fewer than 0.`, Math.min(n_queries, free),
-    free < n_queries ? `Row ${row} can append at most ${free}: ${lengths[row]} of its ${capacity} slots are filled.`
-      : `Row ${row} can append at most ${n_queries}: the call offers no more.`);
-  return [{ counts: replace(counts, value) }, note];
+    return [{ lengths: lengths.with(row, length) }, note];
+  },
+  counts({ lengths, counts, n_queries, capacity }, wanted, _, row) {
+    const free = capacity - lengths[row];
+    const [count, note] = within(wanted, 0, `Row ${row} cannot append fewer than 0.`,
+      Math.min(n_queries, free), free < n_queries
+        ? `Row ${row} can append at most ${free}: ${lengths[row]} of its ${capacity} slots are filled.`
+        : `Row ${row} can append at most ${n_queries}: the call offers no more.`);
+    return [{ counts: counts.with(row, count) }, note];
+  },
+};
+
+// A number within its limits, and what to say if another was wanted.
+function within(wanted, low, tooLow, high, tooHigh) {
+  return [clamp(wanted, low, high), wanted < low ? tooLow : wanted > high ? tooHigh : ""];
 }
 
 // The batch after the call, with the next call ready: each row appends as much again, or what still fits.
@@ -44,8 +47,8 @@ function appendSlots({ lengths, counts, capacity }) {
   }
   const held = lengths.map((length, b) => length + counts[b]);
   const next = counts.map((count, b) => Math.min(count, capacity - held[b]));
-  const cut = next.flatMap((count, b) => (count < counts[b] ? [`row ${b} has room for ${count || "no"} more`] : []));
-  const note = `Appended. The rows now hold ${held.join(", ")} slots${cut.length ? `; ${cut.join(", ")}` : ""}.`;
+  const cut = next.flatMap((count, b) => (count < counts[b] ? [`; row ${b} has room for ${count || "no"} more`] : []));
+  const note = `Appended. The rows now hold ${held.join(", ")} slots${cut.join("")}.`;
   return [{ lengths: held, counts: next }, note];
 }
 
@@ -54,23 +57,22 @@ function buildSlots(model, root, redraw) {
   const read = () => Object.fromEntries(fields.map((name) => [name, model.get(name)]));
   const start = read();
   const ceilings = { capacity: Math.max(64, start.capacity), n_queries: Math.max(16, start.n_queries) };
-  const speech = speaker("Row 00, query 00, slot 000: not attended. Slot 000 holds a token appended after query 00 "
-    + "in this call: it is the future. Query 00 attends slots 0 to 000.");
+  const speech = speaker("Row 00, query 00, slot 000: not attended. Slot 000 holds a token appended "
+    + "after query 00 in this call: it is the future. Query 00 attends slots 0 to 000.");
   let preview = null, note = "", shape = "", rows = [];
 
-  // A remark stands in place of the sentence until the reader turns to a cell.
-  function act([values, remark]) {
+  // Turn to a cell, null for the selected one, or to a remark in its place.
+  function look(at, remark = "") {
+    preview = at;
     note = remark;
-    change(model, values);
     redraw();
   }
-  function look(at) {
-    preview = at;
-    note = "";
-    redraw();
+  function act([values, remark]) {
+    change(model, values);
+    look(null, remark);
   }
   const control = (field, label, spoken, row) =>
-    stepper(label, spoken, (wanted) => act(settleSlots(read(), field, row, wanted, ceilings)));
+    stepper(label, spoken, (wanted) => act(settleSlots[field](read(), wanted, ceilings[field], row)));
   const capacity = control("capacity", "Capacity", "Capacity, slots per row");
   const offered = control("n_queries", "Offered per call", "Offered per call, new slots");
   const button = (text, onclick) => h("button", { type: "button", class: "kv-button", onclick }, text);
@@ -123,30 +125,40 @@ function buildSlots(model, root, redraw) {
     }));
   }
 
+  // Rows, queries and slots may change in number: then the grids are made anew.
+  function fit({ lengths, n_queries, capacity }) {
+    const wanted = [lengths.length, n_queries, capacity].join();
+    if (shape === wanted) return;
+    const held = document.activeElement?.matches(".kv-cell") && body.contains(document.activeElement);
+    shape = wanted;
+    preview = null;
+    rows = lengths.map((_, b) => buildRow(b, n_queries, capacity));
+    body.replaceChildren(...rows.map((row) => row.el));
+    if (held) body.querySelector(".kv-cell")?.focus();
+  }
+
+  function speak([b, t, j], { lengths, counts }) {
+    const cell = [j, t, lengths[b], counts[b]];
+    const verdict = visibility.mayAttend(...cell) ? "attended" : "not attended";
+    speech.say(`Row ${b}, query ${t}, slot ${j}: ${verdict}.`, explain(...cell));
+  }
+
   function update() {
     const state = read();
-    const { lengths, counts, n_queries, capacity: slots } = state;
-    capacity.show(slots);
-    offered.show(n_queries);
-    const wanted = [lengths.length, n_queries, slots].join();
-    if (shape !== wanted) {
-      const held = body.contains(document.activeElement) && document.activeElement.matches(".kv-cell");
-      shape = wanted;
-      preview = null;
-      rows = lengths.map((_, b) => buildRow(b, n_queries, slots));
-      body.replaceChildren(...rows.map((row) => row.el));
-      if (held) body.querySelector(".kv-cell")?.focus();
-    }
-    rows.forEach((_, b) => showRow(b, state));
-    if (n_queries === 0) return note ? speech.say(note) : speech.say(...TEXT.NO_QUERY);
-    const selected = [lengths.length, n_queries, slots].map((n, i) => Math.min(state.selected[i], n - 1));
-    const [b, t, j] = preview ?? selected;
-    rows.forEach(({ grid }, row) => grid.mark(row === selected[0] ? selected.slice(1) : null, row === b ? [t, j] : null));
-    if (note) return speech.say(note);
-    const cell = [j, t, lengths[b], counts[b]];
-    speech.say(
-      `Row ${b}, query ${t}, slot ${j}: ${visibility.mayAttend(...cell) ? "attended" : "not attended"}.`,
-      explain(...cell));
+    const sizes = [state.lengths.length, state.n_queries, state.capacity];
+    capacity.show(state.capacity);
+    offered.show(state.n_queries);
+    fit(state);
+    const selected = sizes.map((size, i) => Math.min(state.selected[i], size - 1));
+    const spoken = preview ?? selected;
+    rows.forEach(({ grid }, b) => {
+      showRow(b, state);
+      const at = ([row, ...place]) => (row === b && state.n_queries > 0 ? place : null);
+      grid.mark(at(selected), at(spoken));
+    });
+    if (note) speech.say(note);
+    else if (state.n_queries === 0) speech.say(...TEXT.NO_QUERY);
+    else speak(spoken, state);
   }
   return { fields, update };
 }

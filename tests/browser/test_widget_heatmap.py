@@ -55,7 +55,9 @@ def test_idle_queries_have_no_weight(browser, heatmap):
     with widget_page(browser, heatmap) as page:
         assert page.locator(".kv-line > .kv-sum").all_text_contents() == ["sum", "1.00", "0.00", "0.00"]
         cell(page, 2, 0).hover()
-        expect(spoken(page)).to_contain_text("query 2, key in slot 0 “&amp;”: masked, no weight. Query 2 is idle")
+        expect(spoken(page)).to_contain_text(
+            "query 2, key in slot 0 “&amp;”: masked, no weight. Query 2 is idle"
+        )
 
 
 def test_a_cell_gives_query_key_score_weight_and_reason(browser, heatmap):
@@ -71,7 +73,9 @@ def test_a_cell_gives_query_key_score_weight_and_reason(browser, heatmap):
 def test_a_masked_cell_gives_its_reason_and_no_weight(browser, heatmap):
     with widget_page(browser, heatmap) as page:
         cell(page, 0, 3).hover()
-        expect(spoken(page)).to_contain_text("masked, no weight. Slot 3 holds a token appended after query 0")
+        expect(spoken(page)).to_contain_text(
+            "masked, no weight. Slot 3 holds a token appended after query 0"
+        )
         cell(page, 0, 5).focus()
         expect(spoken(page)).to_contain_text("masked, no weight. Slot 5 is unused")
 
@@ -80,7 +84,11 @@ def test_masked_cells_are_told_from_small_weights_by_their_text_and_ground(brows
     scores = [[0.0, -60.0, 0.0, 0.0], [0.0, -60.0, -60.0, 0.0]]
     with widget_page(browser, AttentionHeatmap(scores, [1], [2])) as page:
         small, masked = cell(page, 0, 1), cell(page, 0, 2)
-        assert [small.text_content(), masked.text_content(), cell(page, 0, 3).text_content()] == [".00", "→", "·"]
+        assert [small.text_content(), masked.text_content(), cell(page, 0, 3).text_content()] == [
+            ".00",
+            "→",
+            "·",
+        ]
         ground = "(cell) => getComputedStyle(cell).background"
         assert small.evaluate(ground) != masked.evaluate(ground)
         small.hover()
@@ -101,7 +109,9 @@ def test_layer_row_and_head_can_be_chosen(browser, heatmap):
         expect(spoken(page)).to_contain_text("Layer 1, row 1, head 3 of KV head 1, query 1")
 
 
-@pytest.mark.parametrize("label, remark", [("Layer", "The layers go from 0 to 1."), ("Row", "The rows go from 0 to 1.")])
+@pytest.mark.parametrize(
+    "label, remark", [("Layer", "The layers go from 0 to 1."), ("Row", "The rows go from 0 to 1.")]
+)
 def test_a_choice_out_of_reach_stops_and_says_why(browser, heatmap, label, remark):
     with widget_page(browser, heatmap) as page:
         page.get_by_role("spinbutton", name=label).fill("7")
@@ -128,7 +138,12 @@ def test_arrows_move_in_a_grid_that_is_one_tab_stop(browser, heatmap):
         assert page.locator(".kv-grid [tabindex='0']").count() == 1
         page.get_by_role("radio", name="Head 0").focus()
         page.keyboard.press("Tab")
-        for key, place in [("ArrowRight", (1, 2)), ("ArrowDown", (2, 2)), ("End", (2, 5)), ("Control+Home", (0, 0))]:
+        for key, place in [
+            ("ArrowRight", (1, 2)),
+            ("ArrowDown", (2, 2)),
+            ("End", (2, 5)),
+            ("Control+Home", (0, 0)),
+        ]:
             page.keyboard.press(key)
             expect(cell(page, *place)).to_be_focused()
             expect(spoken(page)).to_contain_text(f"query {place[0]}")
@@ -152,13 +167,25 @@ def test_two_heatmaps_on_a_page_do_not_move_each_other(browser, heatmap):
 
 def test_markup_in_a_token_is_text(browser, heatmap):
     with widget_page(browser, heatmap) as page:
-        assert page.locator("kv-widget .kv-cell b, kv-widget .kv-slot b, kv-widget [role=status] span b").count() == 0
+        assert (
+            page.locator(
+                "kv-widget .kv-cell b, kv-widget .kv-slot b, kv-widget [role=status] span b"
+            ).count()
+            == 0
+        )
         expect(page.locator(".kv-slot small").nth(1)).to_have_text(" <b>cat</b>")
 
 
 def test_an_unused_slot_carries_no_token(browser, heatmap):
     with widget_page(browser, heatmap) as page:
-        assert page.locator(".kv-slot small").all_text_contents() == ["The", " <b>cat</b>", " sat", "↵", "", ""]
+        assert page.locator(".kv-slot small").all_text_contents() == [
+            "The",
+            " <b>cat</b>",
+            " sat",
+            "↵",
+            "",
+            "",
+        ]
 
 
 def test_a_call_without_queries_says_so(browser):

@@ -57,7 +57,9 @@ def widgets():
     return [
         SlotExplorer([3, 5], [3, 1], n_queries=3, capacity=8, selected=(0, 1, 5), title="Two rows"),
         SlotExplorer([30, 5], [3, 1], n_queries=3, capacity=40),
-        AttentionHeatmap(scores, [13, 2], [3, 1], n_kv_heads=2, tokens=tokens(16, 3), title="Three layers"),
+        AttentionHeatmap(
+            scores, [13, 2], [3, 1], n_kv_heads=2, tokens=tokens(16, 3), title="Three layers"
+        ),
     ]
 
 
@@ -111,7 +113,9 @@ def test_without_a_theme_the_system_decides(browser):
 def test_wide_grids_scroll_inside_their_own_box(browser, width, code):
     with widget_page(browser, *widgets(), code=code, viewport={"width": width, "height": 700}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        boxes = page.locator(".kv-scroll:visible").evaluate_all("(els) => els.map((el) => el.scrollWidth > el.clientWidth)")
+        boxes = page.locator(".kv-scroll:visible").evaluate_all(
+            "(els) => els.map((el) => el.scrollWidth > el.clientWidth)"
+        )
         assert any(boxes)
 
 
@@ -163,7 +167,9 @@ def test_without_javascript_a_captioned_picture_and_its_sentence_remain(browser)
         first, _, last = page.locator("kv-widget").all()
         expect(first.locator("figcaption")).to_have_text("Two rows (Slot explorer)")
         expect(first.locator("table caption").first).to_have_text("Row 0: length 3, appends 3 of 3")
-        expect(first.get_by_text("Slot 5 holds a token appended after query 1 in this call")).to_be_visible()
+        expect(
+            first.get_by_text("Slot 5 holds a token appended after query 1 in this call")
+        ).to_be_visible()
         expect(last.locator("figcaption")).to_have_text("Three layers (Attention heatmap)")
         expect(last.locator("td.kv-weight").first).to_be_visible()
         assert page.locator("script:visible").count() == 0
@@ -172,7 +178,10 @@ def test_without_javascript_a_captioned_picture_and_its_sentence_remain(browser)
 def test_the_fallback_says_what_the_widget_says_at_first(browser):
     with widget_page(browser, *widgets()) as page:
         for widget in page.locator("kv-widget").all():
-            assert widget.locator(".kv-fallback .kv-say").text_content() == widget.get_by_role("status").text_content()
+            assert (
+                widget.locator(".kv-fallback .kv-say").text_content()
+                == widget.get_by_role("status").text_content()
+            )
 
 
 def test_once_drawn_the_fallback_hides_and_print_shows_it_again(browser):
@@ -202,7 +211,9 @@ def test_a_widget_that_breaks_says_so_under_its_name_and_leaves_the_fallback(bro
 
 def test_a_damaged_state_is_reported_by_its_widget_alone(browser):
     damaged = SlotExplorer([0], [1], 1, 1).html().replace('{"lengths"', '{"lengths')
-    with widget_page(browser, damaged, SlotExplorer([0], [1], 1, 1), '<kv-widget kind="pie"></kv-widget>') as page:
+    with widget_page(
+        browser, damaged, SlotExplorer([0], [1], 1, 1), '<kv-widget kind="pie"></kv-widget>'
+    ) as page:
         first, second, third = page.locator("kv-widget").all()
         expect(first.get_by_role("alert")).to_contain_text("Slot explorer could not be drawn: ")
         expect(second.get_by_role("status")).to_contain_text("Row 0, query 0, slot 0")
@@ -210,7 +221,10 @@ def test_a_damaged_state_is_reported_by_its_widget_alone(browser):
 
 
 def test_a_later_fault_is_reported_too(browser):
-    code = script().replace("paint(grid.cells[t][j], name", "if (old === 4) throw new Error('planted'); paint(grid.cells[t][j], name")
+    code = script().replace(
+        "paint(grid.cells[t][j], name",
+        "if (old === 4) throw new Error('planted'); paint(grid.cells[t][j], name",
+    )
     with widget_page(browser, SlotExplorer([3], [1], 1, 8), code=code) as page:
         page.get_by_role("button", name="Increase Row 0, length").click()
         expect(page.get_by_role("alert")).to_have_text("Slot explorer could not be drawn: planted")

@@ -119,7 +119,9 @@ def heatmaps(n, seed=1):
             queries.append(normal(rows, heads * share, n_queries, size) * 10.0 ** random.uniform(-3, 4))
             new = normal(2, rows, heads, n_queries, size)
             caches = normal(2, rows, heads, capacity, size)
-            results.append(kv_cache_attention_step(queries[-1], *new, *caches, lengths, append_mask, options))
+            results.append(
+                kv_cache_attention_step(queries[-1], *new, *caches, lengths, append_mask, options)
+            )
         layer, row, head = (random.integers(n) for n in (len(queries), rows, heads * share))
         heatmap = AttentionHeatmap.from_layers(
             queries,
@@ -176,7 +178,10 @@ def test_weights_of_the_heatmap_equal_those_of_the_kernel(browser):
         ("slot < length + query) return", "slot <= length + query) return"),
         ("{ slot, query, new_length: length + count }", "{ slot, query, new_length: length }"),
         ('last > 0 ? "many"', 'last > 1 ? "many"'),
-        ("const name = visibility.state(j, t, old, appended)", "const name = visibility.state(t, j, old, appended)"),
+        (
+            "const name = visibility.state(j, t, old, appended)",
+            "const name = visibility.state(t, j, old, appended)",
+        ),
     ],
 )
 def test_a_wrong_rule_in_the_javascript_is_noticed(browser, right, wrong):

@@ -57,7 +57,9 @@ def test_the_selected_cell_is_explained_at_first(browser, explorer):
 def test_pointing_at_a_cell_explains_it_and_leaving_returns_to_the_selected_one(browser, explorer):
     with widget_page(browser, explorer) as page:
         cell(page, 1, 0, 2).hover()
-        expect(spoken(page)).to_contain_text("Row 1, query 0, slot 2: attended. Slot 2 was filled before this call")
+        expect(spoken(page)).to_contain_text(
+            "Row 1, query 0, slot 2: attended. Slot 2 was filled before this call"
+        )
         page.mouse.move(1, 1)
         expect(spoken(page)).to_contain_text("Row 0, query 1, slot 5")
 
@@ -120,7 +122,12 @@ def test_every_number_can_be_set_by_keyboard(browser, explorer):
 
 def test_every_number_can_be_set_by_its_buttons(browser, explorer):
     with widget_page(browser, explorer) as page:
-        for name in ["Increase Capacity", "Decrease Row 0, length", "Decrease Row 0, slots", "Decrease Offered"]:
+        for name in [
+            "Increase Capacity",
+            "Decrease Row 0, length",
+            "Decrease Row 0, slots",
+            "Decrease Offered",
+        ]:
             page.get_by_role("button", name=name).click()
         assert drawn(page) == glyphs([2, 5], [2, 1], 2, 9)
         assert number(page, "Capacity").input_value() == "9"
@@ -133,7 +140,7 @@ def test_every_number_can_be_set_by_its_buttons(browser, explorer):
         ("Capacity", 1000, 64, "Capacity stops at 64 in this picture."),
         ("Offered per call", -1, 0, "A call cannot offer fewer than 0 slots."),
         ("Offered per call", 99, 16, "This picture offers at most 16 slots per call."),
-        ("Offered per call", 1, 1, "The call now offers 1, so row 0 appends only 1."),
+        ("Offered per call", 1, 1, "The call now offers 1: that is all for row 0."),
         (
             "Row 0, length before the call",
             9,
@@ -145,7 +152,9 @@ def test_every_number_can_be_set_by_its_buttons(browser, explorer):
         ("Row 0, slots it appends", -1, 0, "Row 0 cannot append fewer than 0."),
     ],
 )
-def test_a_number_out_of_reach_stops_at_its_limit_and_says_why(browser, explorer, label, wanted, becomes, remark):
+def test_a_number_out_of_reach_stops_at_its_limit_and_says_why(
+    browser, explorer, label, wanted, becomes, remark
+):
     with widget_page(browser, explorer) as page:
         set_to(page, label, wanted)
         expect(spoken(page)).to_have_text(remark)
@@ -186,10 +195,15 @@ def test_append_fills_the_cache_until_it_is_full_and_reset_goes_back(browser, ex
     with widget_page(browser, explorer) as page:
         append, reset = button(page, "Append"), button(page, "Reset")
         append.click()
-        expect(spoken(page)).to_have_text("Appended. The rows now hold 6, 6 slots; row 0 has room for 2 more.")
+        expect(spoken(page)).to_have_text(
+            "Appended. The rows now hold 6, 6 slots; row 0 has room for 2 more."
+        )
         assert drawn(page) == glyphs([6, 6], [2, 1], 3, 8)
         assert number(page, "Row 0, length before the call").input_value() == "6"
-        assert page.locator(".kv-holds").all_text_contents() == ["6 filled + 2 written of 8", "6 filled + 1 written of 8"]
+        assert page.locator(".kv-holds").all_text_contents() == [
+            "6 filled + 2 written of 8",
+            "6 filled + 1 written of 8",
+        ]
         append.click()
         assert drawn(page) == glyphs([8, 7], [0, 1], 3, 8)
         append.click()
@@ -236,7 +250,19 @@ def test_two_explorers_on_a_page_do_not_move_each_other(browser, explorer):
         first, second = page.locator("kv-widget").all()
         button(first, "Append").click()
         first.locator("[data-row]").first.click()
-        assert first.locator("[data-row]").all_text_contents() != second.locator("[data-row]").all_text_contents()
+        assert (
+            first.locator("[data-row]").all_text_contents()
+            != second.locator("[data-row]").all_text_contents()
+        )
         expect(spoken(second)).to_contain_text("Row 0, query 1, slot 5")
         assert second.locator(".kv-grid [data-row]").all_text_contents() == glyphs([3, 5], [3, 1], 3, 8)
         assert page.locator(".kv-live [id]").count() == 0
+
+
+def test_offering_fewer_slots_lowers_what_the_rows_append(browser, explorer):
+    with widget_page(browser, explorer) as page:
+        set_to(page, "Offered per call", 2)
+        assert drawn(page) == glyphs([3, 5], [2, 1], 2, 8)
+        assert number(page, "Row 0, slots it appends").input_value() == "2"
+        button(page, "Reset").click()
+        assert drawn(page) == glyphs([3, 5], [3, 1], 3, 8)

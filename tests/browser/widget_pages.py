@@ -36,7 +36,9 @@ def widget_page(browser, *widgets, theme="light", code=None, complains=False, **
         page = tab.new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda line: complaints.append(line.text))
-        page.on("request", lambda request: request.url.startswith("file:") or complaints.append(request.url))
+        page.on(
+            "request", lambda request: request.url.startswith("file:") or complaints.append(request.url)
+        )
         page.goto(Path(folder, "index.html").as_uri())
         yield page
         tab.close()

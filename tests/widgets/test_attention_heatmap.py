@@ -20,19 +20,39 @@ def json_in(html):
 @pytest.mark.parametrize(
     "wrong, error, message",
     [
-        ({"scores": np.zeros(3)}, ValueError, r"scores has shape \(3,\); it must be \(L, B, H_q, Q, M\), or end so"),
+        (
+            {"scores": np.zeros(3)},
+            ValueError,
+            r"scores has shape \(3,\); it must be \(L, B, H_q, Q, M\), or end so",
+        ),
         ({"scores": np.zeros((0, 3, 8))}, ValueError, "only Q, the next to last size, may be 0"),
-        ({"scores": np.zeros((2, 2, 3, 8))}, ValueError, "lengths has 1 rows; it must have as many as scores, 2"),
-        ({"scores": np.full((3, 8), np.nan)}, ValueError, "scores holds nan where a query attends; it must be finite"),
+        (
+            {"scores": np.zeros((2, 2, 3, 8))},
+            ValueError,
+            "lengths has 1 rows; it must have as many as scores, 2",
+        ),
+        (
+            {"scores": np.full((3, 8), np.nan)},
+            ValueError,
+            "scores holds nan where a query attends; it must be finite",
+        ),
         ({"scores": np.full((3, 8), 2e38)}, ValueError, r"scores holds 2e\+38 where a query attends"),
         ({"lengths": [6]}, ValueError, r"lengths \+ counts was \[9\]; no row can hold more"),
         ({"counts": [4]}, ValueError, r"counts was \[4\]; no row can append more"),
         ({"n_kv_heads": 3}, ValueError, "n_kv_heads was 3; it must divide the 2 query heads"),
         ({"n_kv_heads": 0}, ValueError, "n_kv_heads was 0; it must divide"),
         ({"n_kv_heads": 1.0}, TypeError, "n_kv_heads was 1.0; it must be a whole number"),
-        ({"tokens": [["a"] * 5]}, ValueError, r"tokens\[0\] has 5 labels; it must have 6 for the live slots"),
+        (
+            {"tokens": [["a"] * 5]},
+            ValueError,
+            r"tokens\[0\] has 5 labels; it must have 6 for the live slots",
+        ),
         ({"tokens": [["a"] * 9]}, ValueError, r"tokens\[0\] has 9 labels; .* at most 8"),
-        ({"tokens": [["a"] * 6, []]}, ValueError, "tokens has 2 rows; it must have as many as lengths, 1"),
+        (
+            {"tokens": [["a"] * 6, []]},
+            ValueError,
+            "tokens has 2 rows; it must have as many as lengths, 1",
+        ),
         ({"tokens": [["a"] * 5 + [7]]}, TypeError, r"tokens\[0\]\[5\] was 7; it must be a string"),
         ({"layer": 1}, ValueError, "layer was 1; it must be less than 1"),
         ({"row": -1}, ValueError, "row was -1; it must be 0 or more"),
@@ -60,7 +80,9 @@ def test_what_masked_cells_hold_is_never_shipped():
 def test_weights_are_a_softmax_over_what_a_query_attends_however_large_the_scores():
     heatmap = AttentionHeatmap([[5000.0, 5001.0, 0.0], [1e37, -1e37, 1e37]], [1], [2])
     odds = np.exp(1)
-    np.testing.assert_allclose(heatmap.weights(), [[1 / (1 + odds), odds / (1 + odds), 0], [0.5, 0, 0.5]], atol=1e-7)
+    np.testing.assert_allclose(
+        heatmap.weights(), [[1 / (1 + odds), odds / (1 + odds), 0], [0.5, 0, 0.5]], atol=1e-7
+    )
 
 
 def test_it_shows_what_the_numpy_cache_computes():
@@ -73,7 +95,9 @@ def test_it_shows_what_the_numpy_cache_computes():
         newest = AttentionHeatmap.from_decode_step(q, cache)
         np.testing.assert_allclose(newest.weights(), rows[-1:], atol=1e-7)
         assert newest.data["lengths"] == [len(cache) - 1] and newest.data["counts"] == [1]
-    np.testing.assert_allclose(AttentionHeatmap.from_decode_step(queries[1:], cache).weights(), rows[1:], atol=1e-7)
+    np.testing.assert_allclose(
+        AttentionHeatmap.from_decode_step(queries[1:], cache).weights(), rows[1:], atol=1e-7
+    )
 
 
 def test_it_shows_what_the_tuple_cache_computes():
@@ -130,7 +154,10 @@ def test_a_picture_that_differs_from_the_result_is_refused(dtype):
 
 def test_lengths_after_the_call_are_refused_where_those_before_are_due():
     query, result, _, append_mask, _ = call()
-    with pytest.raises(ValueError, match=r"give \[9, 7\] live slots .* the result has \[6, 6\]; lengths must be those before"):
+    with pytest.raises(
+        ValueError,
+        match=r"give \[9, 7\] live slots .* the result has \[6, 6\]; lengths must be those before",
+    ):
         AttentionHeatmap.from_batched_step(query, result, result["lengths"], append_mask)
 
 
@@ -152,26 +179,43 @@ def test_layers_are_shown_each_with_its_own_keys():
         np.testing.assert_allclose(heatmap.weights(layer, 1, 3), result["attention"][1, 3], atol=1e-6)
     with pytest.raises(ValueError, match="layer 1 differ"):
         AttentionHeatmap.from_layers(
-            [query, query], [one["key_cache"]] * 2, lengths, append_mask, attention=[one["attention"], two["attention"]]
+            [query, query],
+            [one["key_cache"]] * 2,
+            lengths,
+            append_mask,
+            attention=[one["attention"], two["attention"]],
         )
 
 
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: AttentionHeatmap.from_decode_step(np.zeros(4), full(3)), r"q has shape \(4,\); it must be \(3,\)"),
-        (lambda: AttentionHeatmap.from_decode_step(np.zeros((5, 3)), full(3)), "q holds 5 queries for 2 steps"),
-        (lambda: AttentionHeatmap.from_decode_step(np.zeros(3), KVCache(4, 3, 3)), "q holds 1 queries for 0 steps"),
+        (
+            lambda: AttentionHeatmap.from_decode_step(np.zeros(4), full(3)),
+            r"q has shape \(4,\); it must be \(3,\)",
+        ),
+        (
+            lambda: AttentionHeatmap.from_decode_step(np.zeros((5, 3)), full(3)),
+            "q holds 5 queries for 2 steps",
+        ),
+        (
+            lambda: AttentionHeatmap.from_decode_step(np.zeros(3), KVCache(4, 3, 3)),
+            "q holds 1 queries for 0 steps",
+        ),
         (
             lambda: AttentionHeatmap.from_tuple_step(np.zeros((1, 1, 3)), (np.zeros((2, 4, 3)),) * 2),
             r"q_new has shape \(1, 1, 3\) and the cached keys \(2, 4, 3\)",
         ),
         (
-            lambda: AttentionHeatmap.from_layers([np.zeros((1, 3, 1, 2))], [np.zeros((1, 2, 4, 2))], [0], [[True]]),
+            lambda: AttentionHeatmap.from_layers(
+                [np.zeros((1, 3, 1, 2))], [np.zeros((1, 2, 4, 2))], [0], [[True]]
+            ),
             "query has 3 heads; it must have a multiple of the 2 heads of key_cache",
         ),
         (
-            lambda: AttentionHeatmap.from_layers([np.zeros((1, 2, 1, 2))], [np.zeros((2, 4, 2))], [0], [[True]]),
+            lambda: AttentionHeatmap.from_layers(
+                [np.zeros((1, 2, 1, 2))], [np.zeros((2, 4, 2))], [0], [[True]]
+            ),
             r"query has shape \(1, 2, 1, 2\) and key_cache \(2, 4, 2\)",
         ),
     ],
@@ -194,10 +238,14 @@ def test_a_real_model_takes_a_quarter_of_a_megabyte_at_most():
 
 def test_markup_in_tokens_and_title_is_text():
     tokens = [["</script>", "<i>a</i>", '"quoted"', "<!--"]]
-    html = AttentionHeatmap(np.zeros((1, 4)), [3], [1], tokens=tokens, title="<b>t</b>", selected=(0, 1)).html()
+    html = AttentionHeatmap(
+        np.zeros((1, 4)), [3], [1], tokens=tokens, title="<b>t</b>", selected=(0, 1)
+    ).html()
     state = json_in(html)
     assert state["data"]["tokens"] == tokens and state["title"] == "<b>t</b>"
-    assert html.count("</script>") == 1 and "<i>a" not in html and "<b>t" not in html and "<!--" not in html
+    assert (
+        html.count("</script>") == 1 and "<i>a" not in html and "<b>t" not in html and "<!--" not in html
+    )
 
 
 def test_the_fallback_shows_the_weights_and_the_sentence_of_the_selected_cell():
@@ -206,7 +254,10 @@ def test_the_fallback_shows_the_weights_and_the_sentence_of_the_selected_cell():
     assert re.findall(r'<td class="kv-cell kv-(\w+)"[^>]*>([^<]*)', html) == [
         ("weight", ".25"), ("weight", ".75"), ("unused", "·")
     ]  # fmt: skip
-    assert "<b>Head 0 of KV head 0, query 0 “b”, key in slot 1 “b”: weight 0.7500, score -0.288.</b>" in html
+    assert (
+        "<b>Head 0 of KV head 0, query 0 “b”, key in slot 1 “b”: weight 0.7500, score -0.288.</b>"
+        in html
+    )
     assert visibility.sentence(1, 0, 1, 1) in html and "The weights of a query sum to 1" in html
 
 

@@ -41,7 +41,10 @@ NOTEBOOK_PACKAGES = ["anywidget", "ipywidgets", "traitlets", "IPython"]
 
 
 def test_widgets_need_neither_torch_nor_anywidget():
-    out = run(WITHOUT.format(names=["torch", *NOTEBOOK_PACKAGES]) + "print(heatmap._repr_html_(), explorer._repr_html_())")
+    out = run(
+        WITHOUT.format(names=["torch", *NOTEBOOK_PACKAGES])
+        + "print(heatmap._repr_html_(), explorer._repr_html_())"
+    )
     assert out.count("<kv-widget ") == 2
 
 
@@ -69,7 +72,10 @@ def test_kvlib_static_selects_html_that_leaves_script_and_style_to_the_page():
         KVLIB_STATIC="1",
     )
     assert out == "True\n"
-    assert "<style" not in SlotExplorer([3], [1], 1, 4).html() and "upgradePage" not in SlotExplorer([3], [1], 1, 4).html()
+    assert (
+        "<style" not in SlotExplorer([3], [1], 1, 4).html()
+        and "upgradePage" not in SlotExplorer([3], [1], 1, 4).html()
+    )
 
 
 def test_both_forms_give_the_same_html():
@@ -89,7 +95,15 @@ def test_the_synced_traits_are_the_documented_fields():
     explorer, heatmap = SlotExplorer([3], [1], 1, 4), AttentionHeatmap([[0.0]], [0], [1])
     ours = lambda widget: {name for name in widget.trait_names(sync=True) if not name.startswith("_")}  # noqa: E731
     inherited = {"layout", "tabbable", "tooltip"}
-    assert ours(explorer) - inherited == {"kind", "lengths", "counts", "n_queries", "capacity", "selected", "title"}
+    assert ours(explorer) - inherited == {
+        "kind",
+        "lengths",
+        "counts",
+        "n_queries",
+        "capacity",
+        "selected",
+        "title",
+    }
     assert ours(heatmap) - inherited == {"kind", "data", "layer", "row", "head", "selected", "title"}
 
 
@@ -105,11 +119,16 @@ def test_what_the_browser_sends_arrives_in_the_traits_and_their_observers():
 
 def test_a_trait_that_does_not_fit_is_refused_and_nothing_changes():
     explorer = SlotExplorer([3, 5], [3, 1], n_queries=3, capacity=8)
-    with pytest.raises(traitlets.TraitError, match=r"counts was \[9, 0\]; no row can append more than the 3"):
+    with pytest.raises(
+        traitlets.TraitError, match=r"counts was \[9, 0\]; no row can append more than the 3"
+    ):
         explorer.counts = [9, 0]
     with pytest.raises(traitlets.TraitError, match="selected slot was 8; it must be less than 8"):
         explorer.selected = (0, 0, 8)
-    with pytest.raises(traitlets.TraitError, match="capacity of 4 slots"), explorer.hold_trait_notifications():
+    with (
+        pytest.raises(traitlets.TraitError, match="capacity of 4 slots"),
+        explorer.hold_trait_notifications(),
+    ):
         explorer.lengths = [1, 4]
         explorer.capacity = 4
     assert explorer.state() == SlotExplorer([3, 5], [3, 1], n_queries=3, capacity=8).state()
@@ -132,8 +151,14 @@ def test_choices_of_the_heatmap_are_checked_traits():
 
 
 def test_the_script_could_run_from_a_file():
-    assert not re.search(r"\b(import|export|fetch|Worker|XMLHttpRequest|innerHTML|insertAdjacentHTML)\b", script())
-    assert "https:" not in script() + stylesheet() and "url(" not in stylesheet() and "@import" not in stylesheet()
+    assert not re.search(
+        r"\b(import|export|fetch|Worker|XMLHttpRequest|innerHTML|insertAdjacentHTML)\b", script()
+    )
+    assert (
+        "https:" not in script() + stylesheet()
+        and "url(" not in stylesheet()
+        and "@import" not in stylesheet()
+    )
 
 
 def test_the_module_is_the_same_text_and_an_export():

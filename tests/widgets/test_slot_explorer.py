@@ -25,9 +25,21 @@ def json_in(html):
         ({"lengths": [3, 2.5]}, TypeError, r"lengths\[1\] was 2.5; it must be a whole number"),
         ({"lengths": [3]}, ValueError, "counts has 2 rows; it must have as many as lengths, 1"),
         ({"lengths": [], "counts": []}, ValueError, r"lengths was \[\]; it must hold at least one row"),
-        ({"counts": [4, 1]}, ValueError, r"counts was \[4, 1\]; no row can append more than the 3 slots offered"),
-        ({"capacity": 5}, ValueError, r"lengths \+ counts was \[6, 6\]; no row can hold more than its capacity of 5"),
-        ({"lengths": [0], "counts": [0], "capacity": 0}, ValueError, "capacity was 0; it must be 1 or more"),
+        (
+            {"counts": [4, 1]},
+            ValueError,
+            r"counts was \[4, 1\]; no row can append more than the 3 slots offered",
+        ),
+        (
+            {"capacity": 5},
+            ValueError,
+            r"lengths \+ counts was \[6, 6\]; no row can hold more than its capacity of 5",
+        ),
+        (
+            {"lengths": [0], "counts": [0], "capacity": 0},
+            ValueError,
+            "capacity was 0; it must be 1 or more",
+        ),
         ({"capacity": "8"}, TypeError, "capacity was '8'; it must be a whole number"),
         ({"n_queries": -1}, ValueError, "n_queries was -1; it must be 0 or more"),
         ({"selected": (2, 0, 0)}, ValueError, "selected row was 2; it must be less than 2"),
@@ -44,7 +56,9 @@ def test_a_wrong_argument_is_named_with_what_it_was_and_must_be(wrong, error, me
 
 
 def test_the_state_holds_plain_numbers_whatever_came_in():
-    explorer = SlotExplorer(np.array([3, 5]), np.array([3, 1]), np.int64(3), np.int32(8), selected=np.array([0, 1, 5]))
+    explorer = SlotExplorer(
+        np.array([3, 5]), np.array([3, 1]), np.int64(3), np.int32(8), selected=np.array([0, 1, 5])
+    )
     wanted = {**GOOD, "selected": [0, 1, 5], "title": ""}
     assert explorer.state() == wanted
     assert json_in(explorer.html()) == wanted
@@ -61,8 +75,12 @@ def test_markup_in_a_title_is_text_and_cannot_end_the_script():
 def test_the_fallback_shows_every_state_and_the_sentence_of_the_selected_cell():
     html = SlotExplorer(**GOOD, selected=(0, 1, 5)).html()
     states = visibility.states([3, 5], [3, 1], 3, 8).ravel()
-    assert re.findall(r'<td class="kv-cell kv-(\w+)">', html) == [visibility.STATES[code] for code in states]
-    assert re.findall(r'<td class="kv-cell kv-\w+">(.)</td>', html) == [GLYPHS[visibility.STATES[code]] for code in states]
+    assert re.findall(r'<td class="kv-cell kv-(\w+)">', html) == [
+        visibility.STATES[code] for code in states
+    ]
+    assert re.findall(r'<td class="kv-cell kv-\w+">(.)</td>', html) == [
+        GLYPHS[visibility.STATES[code]] for code in states
+    ]
     assert "Row 0: length 3, appends 3 of 3" in html and "Row 1: length 5, appends 1 of 3" in html
     assert "<b>Row 0, query 1, slot 5: not attended.</b>" in html
     assert visibility.sentence(5, 1, 3, 3) in html and visibility.query_sentence(1, 3, 3) in html
@@ -83,4 +101,7 @@ def test_the_fallback_keeps_to_the_grid_when_numbers_shrank_after_the_selection(
 
 
 def test_its_repr_says_what_it_shows():
-    assert repr(SlotExplorer(**GOOD)) == "<Slot explorer: lengths [3, 5], counts [3, 1], n_queries 3, capacity 8>"
+    assert (
+        repr(SlotExplorer(**GOOD))
+        == "<Slot explorer: lengths [3, 5], counts [3, 1], n_queries 3, capacity 8>"
+    )
