@@ -100,9 +100,9 @@ def compare(**works):
     str
         A table with one line for each kind of work.
     """
-    lines = [f"{'':14}" + "".join(f"{heading:>13}" for heading in works)]
+    lines = [f"{'':14}" + "".join(f"{heading:>11}" for heading in works)]
     for field in fields(Work):
-        counts = "".join(f"{getattr(work, field.name):>13,}" for work in works.values())
+        counts = "".join(f"{getattr(work, field.name):>11,}" for work in works.values())
         lines.append(f"{field.name.replace('_', ' '):14}" + counts)
     return "\n".join(lines)
 
