@@ -630,7 +630,12 @@ def _build_tokenizer(metadata):
             raise ValueError(f"the file lacks {key}, without which text cannot be encoded")
     texts = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(texts)}, merges))
+    try:
+        tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(texts)}, merges))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(
+            f"the file's tokenizer.ggml.merges do not fit its tokens ({error}); it is damaged"
+        ) from error
     # Every digit is a word of its own, even behind spaces; then words as in GPT-2.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -664,6 +664,7 @@ def test_text_becomes_the_tokens_that_the_file_describes_and_back(model, text, t
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre was None"),
         ({"tokenizer.ggml.add_bos_token": True}, "tokenizer.ggml.add_bos_token was True"),
         ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": ["q w"]}, "tokenizer.ggml.merges do not fit its tokens"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused_while_ids_still_work(tmp_path, metadata, message):
