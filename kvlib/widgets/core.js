@@ -154,6 +154,14 @@ function change(model, values) {
   model.save_changes();
 }
 
+// Scroll a wide grid, and nothing around it, until its selected cell is in view.
+function reveal(root) {
+  const cell = root.querySelector("[aria-selected]"), box = cell?.closest(".kv-scroll");
+  if (!box) return;
+  const beyond = cell.getBoundingClientRect().right - box.getBoundingClientRect().right;
+  if (beyond > 0) box.scrollLeft += beyond + box.clientWidth / 8;
+}
+
 // Draw a widget into el and keep it drawn. Whatever goes wrong is said there, under the widget's name.
 function draw(kind, open, el) {
   const fail = (error) => el.replaceChildren(h("p", { class: "kv kv-error", role: "alert" },
@@ -174,6 +182,7 @@ function draw(kind, open, el) {
     const { fields, update } = WIDGETS[kind](model, root, redraw);
     el.append(root);
     update();
+    requestAnimationFrame(() => reveal(root));
     const events = fields.map((name) => `change:${name}`);
     events.forEach((event) => model.on(event, redraw));
     return () => events.forEach((event) => model.off(event, redraw));

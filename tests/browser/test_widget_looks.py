@@ -134,13 +134,12 @@ def test_nothing_moves_while_cells_are_visited_and_numbers_are_refused(browser, 
         tops = """() => [...document.querySelectorAll("kv-widget .kv-cell, kv-widget button, .kv-say")]
             .filter((el) => el.getClientRects().length)
             .map((el) => el.getBoundingClientRect()).map((box) => [box.left, box.top + scrollY, box.width, box.height])"""
+        page.evaluate("new Promise(requestAnimationFrame)")
         before = page.evaluate(tops)
         for grid in page.locator(".kv-grid").all():
-            scroll = grid.locator("xpath=..")
             for cell in grid.locator("[data-row]").all()[::7]:
                 cell.dispatch_event("pointerover")
                 assert page.evaluate(tops) == before
-            assert scroll.evaluate("(el) => el.scrollLeft") == 0
         for number in page.get_by_role("spinbutton").all():
             for wanted in ("-5", "9999"):
                 shown = number.input_value()
@@ -240,3 +239,17 @@ def test_a_widget_that_moves_in_the_page_is_not_drawn_again(browser):
     with widget_page(browser, *widgets()) as page:
         page.evaluate("document.body.append(document.querySelector('kv-widget'))")
         assert page.locator(".kv-live").count() == 3
+
+
+def test_on_a_phone_the_selected_cell_is_in_view_and_the_page_stays_at_its_top(browser):
+    far = [
+        SlotExplorer([30], [3], n_queries=3, capacity=40, selected=(0, 2, 31)),
+        AttentionHeatmap(np.zeros((2, 40)), [30], [2], selected=(1, 31)),
+    ]
+    with widget_page(browser, *far, viewport={"width": 320, "height": 300}) as page:
+        page.evaluate("new Promise(requestAnimationFrame)")
+        for cell in page.locator("[aria-selected]").all():
+            box = cell.locator("xpath=ancestor::div[contains(@class, 'kv-scroll')]")
+            inner, outer = cell.bounding_box(), box.bounding_box()
+            assert outer["x"] <= inner["x"] and inner["x"] + inner["width"] <= outer["x"] + outer["width"]
+        assert page.evaluate("scrollY") == 0
