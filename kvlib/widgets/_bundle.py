@@ -2,6 +2,10 @@
 
 One JavaScript text serves every host.  It is an expression, so that it can stand in a
 classic script, which a page opened by double click may load, and in a module as well.
+
+A new widget is a file here that defines ``build...(model, root, redraw)``, named in
+`_PARTS` and `_KINDS`, and a Python class for its arguments.  ``build...`` fills ``root`` and
+returns the model's ``fields`` to watch and ``update()``, which shows their present values.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from kvlib.widgets import _text
 
 _HERE = Path(__file__).parent
 _PARTS = ("core.js", "slots.js", "heatmap.js")
+_KINDS = "{ slots: buildSlots, heatmap: buildHeatmap }"
 
 
 @cache
@@ -36,7 +41,7 @@ def expression():
             '"use strict";',
             f"const TEXT = {json.dumps(text, ensure_ascii=True)};",
             *parts,
-            "const WIDGETS = { slots: buildSlots, heatmap: buildHeatmap };",
+            f"const WIDGETS = {_KINDS};",
             "return { render, upgradePage, visibility, heatmapScores, softmaxOfGaps, readFloats };",
             "})()",
         ]

@@ -74,6 +74,15 @@ class Widget(_Host):
     def __repr__(self):
         return f"<{NAMES[self._kind]}: {self._summary()}>"
 
+    if not _notebook:
+
+        def _repr_html_(self):
+            if os.environ.get("KVLIB_STATIC") == "1":
+                return self.html()
+            return (
+                f"<style>{_bundle.stylesheet()}</style>{self.html()}<script>{_bundle.script()}</script>"
+            )
+
     def state(self):
         """Return what the browser needs to draw this widget, as JSON-ready values."""
         return {name: getattr(self, name) for name in self._fields}
@@ -97,16 +106,6 @@ class Widget(_Host):
     def _caption(self):
         name = NAMES[self._kind]
         return f"{escape(self.title)} ({name})" if self.title else name
-
-
-if not _notebook:
-
-    def _repr_html_(self):
-        if os.environ.get("KVLIB_STATIC") == "1":
-            return self.html()
-        return f"<style>{_bundle.stylesheet()}</style>{self.html()}<script>{_bundle.script()}</script>"
-
-    Widget._repr_html_ = _repr_html_
 
 
 def spoken(headline, text):
