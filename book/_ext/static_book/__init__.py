@@ -19,7 +19,8 @@ def setup(app):
     reruns.connect(app)
     assets.connect(app)
     notebooks.connect(app)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    # What `reruns` keeps in the environment is not merged from parallel readers.
+    return {"parallel_read_safe": False, "parallel_write_safe": True}
 
 
 def choose_static_widgets(app, config):
