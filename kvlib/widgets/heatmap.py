@@ -152,8 +152,9 @@ class AttentionHeatmap(Widget):
             As in the class, and if the arguments are not those of the call: the lengths and
             weights that they give must be those of the result.
         """
-        after = (_numpy(lengths) + _numpy(append_mask).sum(-1)).astype(int).tolist()
-        returned = _numpy(result["lengths"]).astype(int).tolist()
+        counts = _counts(append_mask, np.shape(query))
+        after = [length + count for length, count in zip(_list(lengths), counts)]
+        returned = _list(result["lengths"])
         if after != returned:
             raise ValueError(
                 f"lengths and append_mask give {after} live slots after the call, but the result has "
@@ -187,7 +188,7 @@ class AttentionHeatmap(Widget):
         TypeError, ValueError
             As in the class, and if the weights differ from ``attention``.
         """
-        lengths, counts = _numpy(lengths).astype(int).tolist(), _counts(_numpy(append_mask))
+        lengths, counts = _list(lengths), _counts(append_mask, np.shape(queries[0]))
         scale = (options or {}).get("scale")
         parts = [
             _scores(_numpy(query), _numpy(keys), lengths, counts, scale)
@@ -225,6 +226,10 @@ class AttentionHeatmap(Widget):
         numpy.ndarray of float64, shape (Q, M)
             Zero wherever a query may not attend.
         """
+        layer, row, head = (
+            _choice(name, value, self.data["shape"])
+            for name, value in [("layer", layer), ("row", row), ("head", head)]
+        )
         n_queries, capacity = self.data["shape"][3:]
         weights = np.zeros((n_queries, capacity))
         for query, (_, gaps) in enumerate(self._numbers(layer, row, head)):
@@ -442,17 +447,22 @@ def _scores(query, keys, lengths, counts, scale):
     visibility.mask(lengths, counts, n_queries, capacity)
     appended = np.arange(n_queries) < np.array(counts)[:, None]
     live = np.arange(capacity) < (np.array(lengths) + np.array(counts))[:, None]
-    query = np.where(appended[:, None, :, None], query, 0) * (
-        1 / math.sqrt(size) if scale is None else scale
-    )
-    keys = np.repeat(np.where(live[:, None, :, None], keys, 0), heads // kv_heads, axis=1).swapaxes(
-        -1, -2
-    )
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    query = np.where(appended[:, None, :, None], query, 0) * scale
+    keys = np.where(live[:, None, :, None], keys, 0).repeat(heads // kv_heads, axis=1)
+    keys = keys.swapaxes(-1, -2)  # [B, H_q, D, M]
     return query @ keys, (np.abs(query) @ np.abs(keys)).max(initial=0)
 
 
-def _counts(append_mask):
-    counts = append_mask.astype(bool).sum(-1)
+def _counts(append_mask, query_shape):
+    """Return how many slots each row appends."""
+    append_mask = _numpy(append_mask).astype(bool)
+    if append_mask.shape != query_shape[::2]:
+        raise ValueError(
+            f"append_mask has shape {append_mask.shape} and query {tuple(query_shape)}; "
+            "they must be (B, Q) and (B, H_q, Q, D)"
+        )
+    counts = append_mask.sum(-1)
     if (append_mask != (np.arange(append_mask.shape[-1]) < counts[:, None])).any():
         raise ValueError("append_mask has a True after a False; every row must hold its Trues first")
     return counts.tolist()
@@ -465,10 +475,15 @@ def _numpy(array):
     return np.asarray(array, dtype=np.float64)
 
 
+def _list(array):
+    return array.tolist() if hasattr(array, "tolist") else list(array)
+
+
 def _eps(array):
     """Return the distance from 1 to the next number of an array's or a tensor's dtype."""
-    info = sys.modules["torch"].finfo if hasattr(array, "detach") else np.finfo
-    return float(info(array.dtype).eps)
+    if hasattr(array, "detach"):
+        return sys.modules["torch"].finfo(array.dtype).eps
+    return float(np.finfo(np.asarray(array).dtype).eps)
 
 
 def _sentence_case(words):

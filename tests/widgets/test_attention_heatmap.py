@@ -161,6 +161,23 @@ def test_lengths_after_the_call_are_refused_where_those_before_are_due():
         AttentionHeatmap.from_batched_step(query, result, result["lengths"], append_mask)
 
 
+def test_lengths_that_are_not_whole_numbers_are_refused():
+    query, result, _, append_mask, _ = call()
+    with pytest.raises(TypeError, match=r"lengths\[0\] was 3.5; it must be a whole number"):
+        AttentionHeatmap.from_layers([query], [result["key_cache"]], [3.5, 5], append_mask)
+
+
+def test_an_append_mask_of_another_call_is_refused():
+    query, result, lengths, append_mask, _ = call()
+    with pytest.raises(ValueError, match=r"append_mask has shape \(2, 2\) and query \(2, 4, 3, 5\)"):
+        AttentionHeatmap.from_batched_step(query, result, lengths, append_mask[:, :2])
+
+
+def test_weights_of_a_picture_that_is_not_there_are_refused():
+    with pytest.raises(ValueError, match="head was 1; it must be less than 1"):
+        AttentionHeatmap([[0.0]], [0], [1]).weights(head=1)
+
+
 def test_an_append_mask_with_a_hole_is_refused():
     query, result, lengths, _, _ = call()
     holes = torch.tensor([[True] * 3, [False, True, False]])
