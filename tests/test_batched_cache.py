@@ -119,6 +119,176 @@ class TestShapesAndDtypes:
         assert result["attention"][1].eq(0).all()
 
 
+def valid(**changes):
+    """Return valid arguments for two rows, D = 4, D_v = 3, M = 5, Q = 3, H_q = 4 and H_k = 2, changed."""
+    return batch([1, 2], [2, 3], 3, 5, H_q=4, H_k=2, D=4, D_v=3, dtype=torch.float32) | changes
+
+
+class TestBadInput:
+    """An error names the argument, what it was, and what it must be, before anything has changed."""
+
+    @pytest.mark.parametrize(
+        ("name", "shape", "words"),
+        [
+            ("query", (2, 4, 3), r"query had shape \(2, 4, 3\); it must have 4 dimensions, \(B, H_q, Q, D\)"),
+            ("new_key", (2, 2, 3, 4, 1), r"new_key had shape \(2, 2, 3, 4, 1\); it must have 4 dimensions"),
+            ("new_key", (1, 2, 3, 4), r"new_key had shape .* B = 1; it must be .* with B = 2, as in query"),
+            ("new_key", (2, 2, 2, 4), r"new_key had shape .* Q = 2; it must be .* with Q = 3, as in query"),
+            ("new_key", (2, 2, 3, 5), r"new_key had shape .* D = 5; it must be .* with D = 4, as in query"),
+            ("new_value", (2, 1, 3, 3), r"new_value had shape .* H_k = 1; .* with H_k = 2, as in new_key"),
+            ("new_value", (2, 2, 4, 3), r"new_value had shape .* Q = 4; .* with Q = 3, as in query"),
+            ("key_cache", (2, 4, 5, 4), r"key_cache had shape .* H_k = 4; .* with H_k = 2, as in new_key"),
+            ("key_cache", (2, 2, 5, 3), r"key_cache had shape .* D = 3; .* with D = 4, as in query"),
+            ("key_cache", (2, 2, 5), r"key_cache had shape \(2, 2, 5\); it must have 4 dimensions"),
+            ("value_cache", (2, 2, 4, 3), r"value_cache had shape .* M = 4; .* with M = 5, as in key_cache"),
+            ("value_cache", (2, 2, 5, 4), r"value_cache had shape .* D_v = 4; .* with D_v = 3, as in new_value"),
+            ("value_cache", (3, 2, 5, 3), r"value_cache had shape .* B = 3; .* with B = 2, as in query"),
+        ],
+    )
+    def test_a_tensor_of_the_wrong_shape_is_refused(self, name, shape, words):
+        self.refuses(valid(**{name: torch.zeros(shape)}), ValueError, words)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"lengths": torch.tensor([[1, 2]])}, r"lengths had shape \(1, 2\); it must have 1 dimensions, \(B\)"),
+            ({"lengths": torch.tensor(1)}, r"lengths had shape \(\); it must have 1 dimensions"),
+            ({"lengths": torch.tensor([1, 2, 3])}, r"lengths had shape \(3,\), B = 3; .* with B = 2"),
+            ({"append_mask": torch.ones(2, dtype=torch.bool)}, r"append_mask had shape \(2,\); .* \(B, Q\)"),
+            ({"append_mask": torch.ones(3, 3, dtype=torch.bool)}, r"append_mask had shape \(3, 3\), B = 3; .* B = 2"),
+            ({"append_mask": torch.ones(2, 2, dtype=torch.bool)}, r"append_mask had shape \(2, 2\), Q = 2; .* Q = 3"),
+        ],
+    )
+    def test_lengths_and_append_mask_must_fit_the_batch(self, changes, words):
+        self.refuses(valid(**changes), ValueError, words)
+
+    @pytest.mark.parametrize("name", [*FLOATS, "lengths", "append_mask"])
+    @pytest.mark.parametrize(("what", "kind"), [(None, "NoneType"), ([1, 2], "list"), (np.zeros(2), "ndarray")])
+    def test_something_that_is_no_tensor_is_refused(self, name, what, kind):
+        self.refuses(valid(**{name: what}), TypeError, f"^{name} was a {kind}; it must be a torch.Tensor")
+
+    @pytest.mark.parametrize("name", FLOATS)
+    def test_numbers_that_are_not_floating_are_refused(self, name):
+        for dtype in (torch.int64, torch.bool, torch.complex64):
+            args = valid()
+            args[name] = args[name].to(dtype)
+            self.refuses(args, TypeError, f"^{name} had dtype {dtype}; it must be a floating dtype")
+
+    @pytest.mark.parametrize("name", FLOATS[1:])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+    def test_mixed_dtypes_are_refused(self, name, dtype):
+        args = valid()
+        args[name] = args[name].to(dtype)
+        self.refuses(args, ValueError, f"^{name} had dtype {dtype}; it must be torch.float32, as in query")
+
+    @pytest.mark.parametrize("name", [*FLOATS[1:], "lengths", "append_mask"])
+    def test_mixed_devices_are_refused(self, name):
+        args = valid()
+        args[name] = args[name].to("meta")
+        with pytest.raises(ValueError, match=f"^{name} had device meta; it must be cpu, as in query"):
+            kv_cache_attention_step(**args)
+
+    @pytest.mark.parametrize(
+        ("letter", "sizes"),
+        [
+            ("H_q", {"H_q": 0}),
+            ("H_k", {"H_k": 0}),
+            ("D", {"D": 0}),
+            ("D_v", {"D_v": 0}),
+        ],
+    )
+    def test_sizes_of_zero_are_refused(self, letter, sizes):
+        self.refuses(batch([0], [0], 1, 2, **sizes), ValueError, f"^{letter} was 0; it must be 1 or more")
+
+    def test_an_empty_batch_and_an_empty_buffer_are_refused(self):
+        self.refuses(batch([], [], 1, 2), ValueError, "^B was 0; it must be 1 or more")
+        self.refuses(batch([0], [0], 1, 0), ValueError, "^M was 0; it must be 1 or more")
+
+    @pytest.mark.parametrize(("H_q", "H_k"), [(3, 2), (2, 3), (1, 2), (5, 4)])
+    def test_head_counts_that_do_not_divide_are_refused(self, H_q, H_k):
+        self.refuses(
+            batch(**RAGGED, H_q=H_q, H_k=H_k),
+            ValueError,
+            f"query had H_q = {H_q} heads; it must have a multiple of the H_k = {H_k} heads",
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.complex64])
+    def test_lengths_that_are_no_integers_are_refused(self, dtype):
+        args = valid(lengths=torch.tensor([1, 1]).to(dtype))
+        self.refuses(args, TypeError, f"lengths had dtype {dtype}; it must be an integer dtype")
+
+    @pytest.mark.parametrize("lengths", [[-1, 0], [6, 0], [2**40, 0], [-(2**63), 0]])
+    def test_lengths_out_of_range_are_refused(self, lengths):
+        args = valid(lengths=torch.tensor(lengths), append_mask=torch.zeros(2, 3, dtype=torch.bool))
+        self.refuses(args, ValueError, rf"lengths\[0\] was {lengths[0]}; it must be between 0 and M = 5")
+
+    def test_a_length_beyond_every_signed_integer_is_refused(self):
+        args = valid(lengths=torch.tensor([0, 2**64 - 1], dtype=torch.uint64))
+        self.refuses(args, ValueError, rf"lengths\[1\] was {2**64 - 1}; it must be between 0 and M = 5")
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+    def test_an_append_mask_that_is_not_boolean_is_refused(self, dtype):
+        args = valid()
+        args["append_mask"] = args["append_mask"].to(dtype)
+        self.refuses(args, TypeError, f"append_mask had dtype {dtype}; it must be torch.bool")
+
+    @pytest.mark.parametrize("mask", [[0, 1, 0], [0, 0, 1], [1, 0, 1], [0, 1, 1]])
+    def test_an_append_mask_that_is_no_prefix_is_refused(self, mask):
+        shown = [bool(offered) for offered in mask]
+        args = valid(append_mask=torch.tensor([[True, True, False], shown]))
+        words = rf"append_mask\[1\] was \[{', '.join(map(str, shown))}\]; every True must come before every False"
+        self.refuses(args, ValueError, words)
+
+    @pytest.mark.parametrize(("length", "count"), [(3, 3), (4, 2), (5, 1), (5, 3)])
+    def test_more_than_a_row_can_hold_is_refused(self, length, count):
+        args = valid(lengths=torch.tensor([0, length]))
+        args["append_mask"] = torch.arange(3) < torch.tensor([[1], [count]])
+        words = rf"append_mask\[1\] appends {count} slots to lengths\[1\] = {length}, {length + count} in all; .* M = 5"
+        self.refuses(args, ValueError, words)
+
+    @pytest.mark.parametrize(("dtype", "largest"), [(torch.int8, 127), (torch.uint8, 255)])
+    def test_lengths_whose_dtype_cannot_hold_the_new_length_are_refused(self, dtype, largest):
+        sizes = {"H_q": 1, "H_k": 1, "D": 1, "D_v": 1}
+        args = batch([largest - 1, largest], [2, 1], 2, 300, **sizes)
+        args["lengths"] = args["lengths"].to(dtype)
+        words = f"lengths had dtype {dtype}; it must be able to hold {largest + 1}, the length of row 0"
+        self.refuses(args, ValueError, words)
+        args["append_mask"] = torch.tensor([[True, False], [False, False]])
+        assert kv_cache_attention_step(**args)["lengths"].tolist() == [largest, largest]
+
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            (None, TypeError, "options was a NoneType; it must be a dict"),
+            ([("scale", 1.0)], TypeError, "options was a list; it must be a dict"),
+            ({"scal": 1.0}, ValueError, "options had the keys 'scal'; 'scale' is the only key there is"),
+            ({"scale": 1.0, "dropout": 0.1, 3: 4}, ValueError, "options had the keys 'dropout', 3; 'scale'"),
+            ({"scale": 0.0}, ValueError, r"options\['scale'\] was 0\.0; it must be a positive finite number"),
+            ({"scale": -0.5}, ValueError, r"options\['scale'\] was -0\.5; it must be a positive finite number"),
+            ({"scale": math.inf}, ValueError, r"options\['scale'\] was inf; it must be a positive finite number"),
+            ({"scale": math.nan}, ValueError, r"options\['scale'\] was nan; it must be a positive finite number"),
+            ({"scale": 1e39}, ValueError, r"options\['scale'\] was 1e\+39; .* torch.float32 can hold"),
+            ({"scale": 1e-40}, ValueError, r"options\['scale'\] was 1e-40; .* torch.float32 can hold"),
+            ({"scale": 10**400}, ValueError, r"options\['scale'\] was 10+; it must be a positive finite number"),
+            ({"scale": "1"}, TypeError, r"options\['scale'\] was '1'; it must be a positive finite number"),
+            ({"scale": None}, TypeError, r"options\['scale'\] was None; it must be a positive finite number"),
+            ({"scale": True}, TypeError, r"options\['scale'\] was True; it must be a positive finite number"),
+            ({"scale": 1 + 0j}, TypeError, r"options\['scale'\] was \(1\+0j\)"),
+            ({"scale": torch.tensor(1.0)}, TypeError, r"options\['scale'\] was tensor\(1\.\)"),
+        ],
+    )
+    def test_options_that_cannot_be_are_refused(self, options, error, words):
+        self.refuses(valid(options=options), error, words)
+
+    @staticmethod
+    def refuses(args, error, words):
+        tensors = {name: value for name, value in args.items() if isinstance(value, torch.Tensor)}
+        before = snapshot(tensors | {"options": {}})
+        with pytest.raises(error, match=words):
+            kv_cache_attention_step(**args)
+        assert_unchanged(tensors | {"options": {}}, before)
+
+
 class TestGroupedHeads:
     """Query head h reads key/value head h // (H_q / H_k): neighbours share a head."""
 
@@ -356,8 +526,8 @@ class TestAttention:
     def test_scores_that_are_all_far_below_zero_do_not_vanish(self):
         args = batch([2], [1], 1, 4, H_q=1, H_k=1, D=1)
         args["query"].fill_(1)
-        args["key_cache"].fill_(-5000)
-        args["new_key"].fill_(-5000)
+        args["key_cache"].fill_(-5e12)
+        args["new_key"].fill_(-5e12)
         weights = kv_cache_attention_step(**args)["attention"].flatten().tolist()
         torch.testing.assert_close(weights, [1 / 3, 1 / 3, 1 / 3, 0.0], rtol=1e-14, atol=0)
 
@@ -539,6 +709,11 @@ class TestGradients:
             found.append([leaves[name].grad for name in FLOATS])
         for whole, stepwise in zip(*found):
             torch.testing.assert_close(stepwise, whole, rtol=1e-12, atol=1e-13)
+
+    def test_no_nan_arises_on_the_way_so_anomaly_detection_stays_quiet(self):
+        args = with_gradients(poisoned(batch(**RAGGED), key=math.nan, value=math.nan, query=math.nan))
+        with torch.autograd.set_detect_anomaly(True):
+            loss(kv_cache_attention_step(**args)).backward()
 
     def test_it_works_without_recording_gradients(self):
         args = with_gradients(batch(**RAGGED))
@@ -745,171 +920,3 @@ class TestLayouts:
         wrapped = args | {name: torch.nn.Parameter(args[name]) for name in FLOATS}
         result = kv_cache_attention_step(**wrapped)["context"]
         assert torch.equal(result, kv_cache_attention_step(**args)["context"])
-
-
-def valid(**changes):
-    """Return valid arguments for two rows, D = 4, D_v = 3, M = 5, Q = 3, H_q = 4 and H_k = 2, changed."""
-    return batch([1, 2], [2, 3], 3, 5, H_q=4, H_k=2, D=4, D_v=3, dtype=torch.float32) | changes
-
-
-class TestBadInput:
-    """An error names the argument, what it was, and what it must be, before anything has changed."""
-
-    @pytest.mark.parametrize(
-        ("name", "shape", "words"),
-        [
-            ("query", (2, 4, 3), r"query had shape \(2, 4, 3\); it must have 4 dimensions, \(B, H_q, Q, D\)"),
-            ("new_key", (2, 2, 3, 4, 1), r"new_key had shape \(2, 2, 3, 4, 1\); it must have 4 dimensions"),
-            ("new_key", (1, 2, 3, 4), r"new_key had shape .* B = 1; it must be .* with B = 2, as in query"),
-            ("new_key", (2, 2, 2, 4), r"new_key had shape .* Q = 2; it must be .* with Q = 3, as in query"),
-            ("new_key", (2, 2, 3, 5), r"new_key had shape .* D = 5; it must be .* with D = 4, as in query"),
-            ("new_value", (2, 1, 3, 3), r"new_value had shape .* H_k = 1; .* with H_k = 2, as in new_key"),
-            ("new_value", (2, 2, 4, 3), r"new_value had shape .* Q = 4; .* with Q = 3, as in query"),
-            ("key_cache", (2, 4, 5, 4), r"key_cache had shape .* H_k = 4; .* with H_k = 2, as in new_key"),
-            ("key_cache", (2, 2, 5, 3), r"key_cache had shape .* D = 3; .* with D = 4, as in query"),
-            ("key_cache", (2, 2, 5), r"key_cache had shape \(2, 2, 5\); it must have 4 dimensions"),
-            ("value_cache", (2, 2, 4, 3), r"value_cache had shape .* M = 4; .* with M = 5, as in key_cache"),
-            ("value_cache", (2, 2, 5, 4), r"value_cache had shape .* D_v = 4; .* with D_v = 3, as in new_value"),
-            ("value_cache", (3, 2, 5, 3), r"value_cache had shape .* B = 3; .* with B = 2, as in query"),
-        ],
-    )
-    def test_a_tensor_of_the_wrong_shape_is_refused(self, name, shape, words):
-        self.refuses(valid(**{name: torch.zeros(shape)}), ValueError, words)
-
-    @pytest.mark.parametrize(
-        ("changes", "words"),
-        [
-            ({"lengths": torch.tensor([[1, 2]])}, r"lengths had shape \(1, 2\); it must have 1 dimensions, \(B\)"),
-            ({"lengths": torch.tensor(1)}, r"lengths had shape \(\); it must have 1 dimensions"),
-            ({"lengths": torch.tensor([1, 2, 3])}, r"lengths had shape \(3,\), B = 3; .* with B = 2"),
-            ({"append_mask": torch.ones(2, dtype=torch.bool)}, r"append_mask had shape \(2,\); .* \(B, Q\)"),
-            ({"append_mask": torch.ones(3, 3, dtype=torch.bool)}, r"append_mask had shape \(3, 3\), B = 3; .* B = 2"),
-            ({"append_mask": torch.ones(2, 2, dtype=torch.bool)}, r"append_mask had shape \(2, 2\), Q = 2; .* Q = 3"),
-        ],
-    )
-    def test_lengths_and_append_mask_must_fit_the_batch(self, changes, words):
-        self.refuses(valid(**changes), ValueError, words)
-
-    @pytest.mark.parametrize("name", [*FLOATS, "lengths", "append_mask"])
-    @pytest.mark.parametrize(("what", "kind"), [(None, "NoneType"), ([1, 2], "list"), (np.zeros(2), "ndarray")])
-    def test_something_that_is_no_tensor_is_refused(self, name, what, kind):
-        self.refuses(valid(**{name: what}), TypeError, f"^{name} was a {kind}; it must be a torch.Tensor")
-
-    @pytest.mark.parametrize("name", FLOATS)
-    def test_numbers_that_are_not_floating_are_refused(self, name):
-        for dtype in (torch.int64, torch.bool, torch.complex64):
-            args = valid()
-            args[name] = args[name].to(dtype)
-            self.refuses(args, TypeError, f"^{name} had dtype {dtype}; it must be a floating dtype")
-
-    @pytest.mark.parametrize("name", FLOATS[1:])
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-    def test_mixed_dtypes_are_refused(self, name, dtype):
-        args = valid()
-        args[name] = args[name].to(dtype)
-        self.refuses(args, ValueError, f"^{name} had dtype {dtype}; it must be torch.float32, as in query")
-
-    @pytest.mark.parametrize("name", [*FLOATS[1:], "lengths", "append_mask"])
-    def test_mixed_devices_are_refused(self, name):
-        args = valid()
-        args[name] = args[name].to("meta")
-        with pytest.raises(ValueError, match=f"^{name} had device meta; it must be cpu, as in query"):
-            kv_cache_attention_step(**args)
-
-    @pytest.mark.parametrize(
-        ("letter", "sizes"),
-        [
-            ("H_q", {"H_q": 0}),
-            ("H_k", {"H_k": 0}),
-            ("D", {"D": 0}),
-            ("D_v", {"D_v": 0}),
-        ],
-    )
-    def test_sizes_of_zero_are_refused(self, letter, sizes):
-        self.refuses(batch([0], [0], 1, 2, **sizes), ValueError, f"^{letter} was 0; it must be 1 or more")
-
-    def test_an_empty_batch_and_an_empty_buffer_are_refused(self):
-        self.refuses(batch([], [], 1, 2), ValueError, "^B was 0; it must be 1 or more")
-        self.refuses(batch([0], [0], 1, 0), ValueError, "^M was 0; it must be 1 or more")
-
-    @pytest.mark.parametrize(("H_q", "H_k"), [(3, 2), (2, 3), (1, 2), (5, 4)])
-    def test_head_counts_that_do_not_divide_are_refused(self, H_q, H_k):
-        self.refuses(
-            batch(**RAGGED, H_q=H_q, H_k=H_k),
-            ValueError,
-            f"query had H_q = {H_q} heads; it must have a multiple of the H_k = {H_k} heads",
-        )
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.complex64])
-    def test_lengths_that_are_no_integers_are_refused(self, dtype):
-        args = valid(lengths=torch.tensor([1, 1]).to(dtype))
-        self.refuses(args, TypeError, f"lengths had dtype {dtype}; it must be an integer dtype")
-
-    @pytest.mark.parametrize("lengths", [[-1, 0], [6, 0], [2**40, 0], [-(2**63), 0]])
-    def test_lengths_out_of_range_are_refused(self, lengths):
-        args = valid(lengths=torch.tensor(lengths), append_mask=torch.zeros(2, 3, dtype=torch.bool))
-        self.refuses(args, ValueError, rf"lengths\[0\] was {lengths[0]}; it must be between 0 and M = 5")
-
-    def test_a_length_beyond_every_signed_integer_is_refused(self):
-        args = valid(lengths=torch.tensor([0, 2**64 - 1], dtype=torch.uint64))
-        self.refuses(args, ValueError, rf"lengths\[1\] was {2**64 - 1}; it must be between 0 and M = 5")
-
-    @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
-    def test_an_append_mask_that_is_not_boolean_is_refused(self, dtype):
-        args = valid()
-        args["append_mask"] = args["append_mask"].to(dtype)
-        self.refuses(args, TypeError, f"append_mask had dtype {dtype}; it must be torch.bool")
-
-    @pytest.mark.parametrize("mask", [[0, 1, 0], [0, 0, 1], [1, 0, 1], [0, 1, 1]])
-    def test_an_append_mask_that_is_no_prefix_is_refused(self, mask):
-        shown = [bool(offered) for offered in mask]
-        args = valid(append_mask=torch.tensor([[True, True, False], shown]))
-        words = rf"append_mask\[1\] was \[{', '.join(map(str, shown))}\]; every True must come before every False"
-        self.refuses(args, ValueError, words)
-
-    @pytest.mark.parametrize(("length", "count"), [(3, 3), (4, 2), (5, 1), (5, 3)])
-    def test_more_than_a_row_can_hold_is_refused(self, length, count):
-        args = valid(lengths=torch.tensor([0, length]))
-        args["append_mask"] = torch.arange(3) < torch.tensor([[1], [count]])
-        words = rf"append_mask\[1\] appends {count} slots to lengths\[1\] = {length}, {length + count} in all; .* M = 5"
-        self.refuses(args, ValueError, words)
-
-    @pytest.mark.parametrize(("dtype", "largest"), [(torch.int8, 127), (torch.uint8, 255)])
-    def test_lengths_whose_dtype_cannot_hold_the_new_length_are_refused(self, dtype, largest):
-        sizes = {"H_q": 1, "H_k": 1, "D": 1, "D_v": 1}
-        args = batch([largest - 1, largest], [2, 1], 2, 300, **sizes)
-        args["lengths"] = args["lengths"].to(dtype)
-        words = f"lengths had dtype {dtype}; it must be able to hold {largest + 1}, the length of row 0"
-        self.refuses(args, ValueError, words)
-        args["append_mask"] = torch.tensor([[True, False], [False, False]])
-        assert kv_cache_attention_step(**args)["lengths"].tolist() == [largest, largest]
-
-    @pytest.mark.parametrize(
-        ("options", "error", "words"),
-        [
-            (None, TypeError, "options was a NoneType; it must be a dict"),
-            ([("scale", 1.0)], TypeError, "options was a list; it must be a dict"),
-            ({"scal": 1.0}, ValueError, "options had the keys 'scal'; 'scale' is the only key there is"),
-            ({"scale": 1.0, "dropout": 0.1, 3: 4}, ValueError, "options had the keys 'dropout', 3; 'scale'"),
-            ({"scale": 0.0}, ValueError, r"options\['scale'\] was 0\.0; it must be a positive finite number"),
-            ({"scale": -0.5}, ValueError, r"options\['scale'\] was -0\.5; it must be a positive finite number"),
-            ({"scale": math.inf}, ValueError, r"options\['scale'\] was inf; it must be a positive finite number"),
-            ({"scale": math.nan}, ValueError, r"options\['scale'\] was nan; it must be a positive finite number"),
-            ({"scale": 1e39}, ValueError, r"options\['scale'\] was 1e\+39; .* torch.float32 can hold"),
-            ({"scale": "1"}, TypeError, r"options\['scale'\] was '1'; it must be a positive finite number"),
-            ({"scale": None}, TypeError, r"options\['scale'\] was None; it must be a positive finite number"),
-            ({"scale": True}, TypeError, r"options\['scale'\] was True; it must be a positive finite number"),
-            ({"scale": 1 + 0j}, TypeError, r"options\['scale'\] was \(1\+0j\)"),
-            ({"scale": torch.tensor(1.0)}, TypeError, r"options\['scale'\] was tensor\(1\.\)"),
-        ],
-    )
-    def test_options_that_cannot_be_are_refused(self, options, error, words):
-        self.refuses(valid(options=options), error, words)
-
-    @staticmethod
-    def refuses(args, error, words):
-        tensors = {name: value for name, value in args.items() if isinstance(value, torch.Tensor)}
-        before = snapshot(tensors | {"options": {}})
-        with pytest.raises(error, match=words):
-            kv_cache_attention_step(**args)
-        assert_unchanged(tensors | {"options": {}}, before)
