@@ -27,7 +27,18 @@ RAGGED = {"lengths": (0, 0, 2, 5, 3), "counts": (0, 2, 3, 0, 1), "n_queries": 3,
 
 
 def batch(
-    lengths, counts, n_queries, capacity, *, H_q=4, H_k=2, D=3, D_v=2, dtype=torch.float64, seed=0, **options
+    lengths,
+    counts,
+    n_queries,
+    capacity,
+    *,
+    H_q=4,
+    H_k=2,
+    D=3,
+    D_v=2,
+    dtype=torch.float64,
+    seed=0,
+    **options,
 ):
     """Return random arguments for ``kv_cache_attention_step``, as a dict."""
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +54,9 @@ def batch(
         "key_cache": normal(B, H_k, M, D),
         "value_cache": normal(B, H_k, M, D_v),
         "lengths": torch.tensor(lengths, dtype=torch.int64),
-        "append_mask": torch.tensor([[t < n for t in range(Q)] for n in counts], dtype=torch.bool).view(B, Q),
+        "append_mask": torch.tensor([[t < n for t in range(Q)] for n in counts], dtype=torch.bool).view(
+            B, Q
+        ),
         "options": options,
     }
 
@@ -65,7 +78,7 @@ def with_gradients(args):
 
 
 def bits(tensor):
-    """Return the bits of a floating tensor as integers: unlike floats, they tell NaNs and zeros apart."""
+    """Return the bits of a floating tensor as integers, which tell NaNs and zeros apart."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().contiguous().view(integer)
 

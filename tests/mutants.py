@@ -59,7 +59,11 @@ INIT = [
 
 VISIBILITY = [
     ("the mask hides the query's own slot", "(slot <= length + query)", "(slot < length + query)"),
-    ("the mask shows one slot of the future", "(slot <= length + query)", "(slot <= length + query + 1)"),
+    (
+        "the mask shows one slot of the future",
+        "(slot <= length + query)",
+        "(slot <= length + query + 1)",
+    ),
     ("the mask hides the cached past", "(slot <= length + query)", "(slot <= query)"),
     ("the mask shows the whole chunk", "(slot <= length + query)", "(slot < length + count)"),
     ("one idle query attends", "(query < count) &", "(query <= count) &"),
@@ -75,27 +79,55 @@ VISIBILITY = [
         '        "past": slot < length,\n        "chunk": slot < own_slot,\n',
         '        "chunk": slot < own_slot,\n        "past": slot < length,\n',
     ),
-    ("the first unused slot counts as future", '"unused": slot >= length + count', '"unused": slot > length + count'),
+    (
+        "the first unused slot counts as future",
+        '"unused": slot >= length + count',
+        '"unused": slot > length + count',
+    ),
     ("the own slot counts as chunk", '"chunk": slot < own_slot', '"chunk": slot <= own_slot'),
     ("one idle query has states", '"idle": query >= count', '"idle": query > count'),
     ("the sentence swaps slot and query", "slot=slot, query=query,", "slot=query, query=slot,"),
     ("the sentence gives the old length", "new_length=length + count", "new_length=length"),
-    ("the query sentence ends one slot late", "    last = length + query\n", "    last = length + query + 1\n"),
-    ("the query sentence misses the first idle query", "    if query >= count:", "    if query > count:"),
-    ("the query sentence forgets the chunk of an empty row", 'if last else "one"', 'if length else "one"'),
-    ("a row may append more than is offered", "(counts > n_queries).any()", "(counts > n_queries + 1).any()"),
+    (
+        "the query sentence ends one slot late",
+        "    last = length + query\n",
+        "    last = length + query + 1\n",
+    ),
+    (
+        "the query sentence misses the first idle query",
+        "    if query >= count:",
+        "    if query > count:",
+    ),
+    (
+        "the query sentence forgets the chunk of an empty row",
+        'if last else "one"',
+        'if length else "one"',
+    ),
+    (
+        "a row may append more than is offered",
+        "(counts > n_queries).any()",
+        "(counts > n_queries + 1).any()",
+    ),
     ("a row must leave an offered slot", "(counts > n_queries).any()", "(counts >= n_queries).any()"),
     ("a row may hold more than its capacity", "(lengths + counts > capacity)", "(lengths > capacity)"),
     ("a row must leave a slot free", "(lengths + counts > capacity)", "(lengths + counts >= capacity)"),
     ("lengths and counts may differ in rows", "if len(lengths) != len(counts):", "if False:"),
     ("negative numbers are taken", "    if whole < 0:", "    if False:"),
-    ("lengths and counts are swapped", "lengths[:, None, None],\n        counts[", "counts[:, None, None],\n        lengths["),
+    (
+        "lengths and counts are swapped",
+        "lengths[:, None, None],\n        counts[",
+        "counts[:, None, None],\n        lengths[",
+    ),
 ]
 
 NUMPY = [
     ("keys() hands out the buffer", "return self._stored()[0].copy()", "return self._stored()[0]"),
     ("values() hands out the buffer", "return self._stored()[1].copy()", "return self._stored()[1]"),
-    ("keys() and values() show the whole buffer", "return self._keys[: self._len], self", "return self._keys, self"),
+    (
+        "keys() and values() show the whole buffer",
+        "return self._keys[: self._len], self",
+        "return self._keys, self",
+    ),
     (
         "every step copies the whole buffer",
         "    keys, values = cache._stored()\n",
@@ -118,13 +150,21 @@ NUMPY = [
     ("the last slot cannot be filled", "if end > self._max_len:", "if end >= self._max_len:"),
     ("more values than keys are taken", "if len(k) != len(v):", "if len(k) > len(v):"),
     ("several steps count as one", "        self._len = end\n", "        self._len += min(len(k), 1)\n"),
-    ("steps are stored in reverse", "self._keys[self._len : end] = k", "self._keys[self._len : end] = k[::-1]"),
+    (
+        "steps are stored in reverse",
+        "self._keys[self._len : end] = k",
+        "self._keys[self._len : end] = k[::-1]",
+    ),
     ("the write starts at slot 0", "self._values[self._len : end] = v", "self._values[: len(v)] = v"),
     ("softmax without the maximum", "        return scores - scores.max()\n", "        return scores\n"),
     ("weights do not sum to one", "        weights /= weights.sum()\n", ""),
     ("the scale is dropped", "    q = q / np.sqrt(len(q))\n", ""),
     ("scores are divided by d_k", "np.sqrt(len(q))", "len(q)"),
-    ("overflowing scores are not scaled up again", "(scores - scores.max()) * key_size * q_size", "scores - scores.max()"),
+    (
+        "overflowing scores are not scaled up again",
+        "(scores - scores.max()) * key_size * q_size",
+        "scores - scores.max()",
+    ),
     ("overflowing scores are NaN", "    if np.isfinite(scores).all():", "    if True:"),
     ("an empty cache is decoded", "    if len(cache) == 0:", "    if False:"),
     ("anything may be a cache", "    if not isinstance(cache, KVCache):", "    if False:"),
@@ -136,14 +176,30 @@ NUMPY = [
 ]
 
 TUPLE = [
-    ("the new key comes first", "torch.cat([cache[0], k_new], dim=1)", "torch.cat([k_new, cache[0]], dim=1)"),
-    ("the new value comes first", "torch.cat([cache[1], v_new], dim=1)", "torch.cat([v_new, cache[1]], dim=1)"),
+    (
+        "the new key comes first",
+        "torch.cat([cache[0], k_new], dim=1)",
+        "torch.cat([k_new, cache[0]], dim=1)",
+    ),
+    (
+        "the new value comes first",
+        "torch.cat([cache[1], v_new], dim=1)",
+        "torch.cat([v_new, cache[1]], dim=1)",
+    ),
     ("the first key is not copied", "k_new.clone(), v_new.clone()", "k_new, v_new.clone()"),
     ("the first value is not copied", "k_new.clone(), v_new.clone()", "k_new.clone(), v_new"),
-    ("the cache cuts gradients", "torch.cat([cache[0], k_new], dim=1)", "torch.cat([cache[0].detach(), k_new], dim=1)"),
+    (
+        "the cache cuts gradients",
+        "torch.cat([cache[0], k_new], dim=1)",
+        "torch.cat([cache[0].detach(), k_new], dim=1)",
+    ),
     ("the scale is dropped", " / math.sqrt(q_new.shape[-1])", ""),
     ("scores are divided by D", "math.sqrt(q_new.shape[-1])", "q_new.shape[-1]"),
-    ("scores are divided by the square root of D_v", "math.sqrt(q_new.shape[-1])", "math.sqrt(v_new.shape[-1])"),
+    (
+        "scores are divided by the square root of D_v",
+        "math.sqrt(q_new.shape[-1])",
+        "math.sqrt(v_new.shape[-1])",
+    ),
     ("softmax over the queries", "torch.softmax(scores, dim=-1)", "torch.softmax(scores, dim=1)"),
     ("computed in half precision", "compute_dtype = wide(q_new.dtype)", "compute_dtype = q_new.dtype"),
     ("several new tokens are taken", 'if sizes["Q"] != 1:', 'if sizes["Q"] < 1:'),
@@ -175,13 +231,33 @@ BATCHED = [
     ("the whole cache is cleared", "updated = cache.clone()", "updated = torch.zeros_like(cache)"),
     ("the given cache is written", "updated = cache.clone()", "updated = cache"),
     ("the cache cuts gradients", "updated = cache.clone()", "updated = cache.detach().clone()"),
-    ("writes land one slot early", "lengths[row] + offered", "(lengths[row] + offered - 1).clamp(min=0)"),
-    ("writes land one slot late", "lengths[row] + offered", "(lengths[row] + offered + 1) % cache.shape[2]"),
+    (
+        "writes land one slot early",
+        "lengths[row] + offered",
+        "(lengths[row] + offered - 1).clamp(min=0)",
+    ),
+    (
+        "writes land one slot late",
+        "lengths[row] + offered",
+        "(lengths[row] + offered + 1) % cache.shape[2]",
+    ),
     ("every slot gets the first offered one", "= new[row, :, offered]", "= new[row, :, offered * 0]"),
     ("writes land in the first row", "updated[row, :, lengths", "updated[row * 0, :, lengths"),
-    ("the mask takes the length after for before", "visible = _visible(old_lengths,", "visible = _visible(old_lengths + counts,"),
-    ("the mask swaps length and count", "visible = _visible(old_lengths, counts,", "visible = _visible(counts, old_lengths,"),
-    ("the length before is returned", "(old_lengths + counts).to(lengths.dtype)", "old_lengths.to(lengths.dtype)"),
+    (
+        "the mask takes the length after for before",
+        "visible = _visible(old_lengths,",
+        "visible = _visible(old_lengths + counts,",
+    ),
+    (
+        "the mask swaps length and count",
+        "visible = _visible(old_lengths, counts,",
+        "visible = _visible(counts, old_lengths,",
+    ),
+    (
+        "the length before is returned",
+        "(old_lengths + counts).to(lengths.dtype)",
+        "old_lengths.to(lengths.dtype)",
+    ),
     (
         "offered slots are counted as appended",
         "(old_lengths + counts).to(lengths.dtype)",
@@ -196,9 +272,21 @@ BATCHED = [
     ),
     ("idle queries get the mean", ".masked_fill(hidden, 0)", ""),
     ("hidden scores are a large negative number", "-math.inf)", "-1e9)"),
-    ("idle queries are not blanked", "queries = query.to(compute_dtype).masked_fill(~active[:, None, :, None], 0)", "queries = query.to(compute_dtype)"),
-    ("unused keys are not blanked", "keys = keys.to(compute_dtype).masked_fill(~attended[:, None, :, None], 0)", "keys = keys.to(compute_dtype)"),
-    ("unused values are not blanked", "values = values.to(compute_dtype).masked_fill(~attended[:, None, :, None], 0)", "values = values.to(compute_dtype)"),
+    (
+        "idle queries are not blanked",
+        "queries = query.to(compute_dtype).masked_fill(~active[:, None, :, None], 0)",
+        "queries = query.to(compute_dtype)",
+    ),
+    (
+        "unused keys are not blanked",
+        "keys = keys.to(compute_dtype).masked_fill(~attended[:, None, :, None], 0)",
+        "keys = keys.to(compute_dtype)",
+    ),
+    (
+        "unused values are not blanked",
+        "values = values.to(compute_dtype).masked_fill(~attended[:, None, :, None], 0)",
+        "values = values.to(compute_dtype)",
+    ),
     ("computed in half precision", "compute_dtype = wide(query.dtype)", "compute_dtype = query.dtype"),
     (
         "weights are rounded before they meet the values",
@@ -213,22 +301,50 @@ BATCHED = [
     ("a full row is refused", "if not 0 <= length <= capacity:", "if not 0 <= length < capacity:"),
     ("any append mask is taken", "if not all(appended[:count]):", "if False:"),
     ("overflow is not refused", "if length + count > capacity:", "if False:"),
-    ("the last slot cannot be filled", "if length + count > capacity:", "if length + count >= capacity:"),
+    (
+        "the last slot cannot be filled",
+        "if length + count > capacity:",
+        "if length + count >= capacity:",
+    ),
     ("lengths wrap around", "if length + count > torch.iinfo(lengths.dtype).max:", "if False:"),
-    ("the largest length is refused", "if length + count > torch.iinfo", "if length + count >= torch.iinfo"),
+    (
+        "the largest length is refused",
+        "if length + count > torch.iinfo",
+        "if length + count >= torch.iinfo",
+    ),
     ("boolean lengths are taken", " or lengths.dtype == torch.bool:", ":"),
-    ("integer append masks are taken", "if append_mask.dtype != torch.bool:", "if append_mask.dtype.is_floating_point:"),
+    (
+        "integer append masks are taken",
+        "if append_mask.dtype != torch.bool:",
+        "if append_mask.dtype.is_floating_point:",
+    ),
     ("unknown options are ignored", "    if unknown:", "    if False:"),
     ("True is a scale", " or isinstance(scale, bool):", ":"),
 ]
 
 TENSORS = [
-    ("sizes need not agree", "if sizes.setdefault(letter, size) != size:", "if sizes.setdefault(letter, size) < 0:"),
-    ("any number of dimensions is taken", "if len(shape) != len(letters):", "if len(shape) > len(letters):"),
+    (
+        "sizes need not agree",
+        "if sizes.setdefault(letter, size) != size:",
+        "if sizes.setdefault(letter, size) < 0:",
+    ),
+    (
+        "any number of dimensions is taken",
+        "if len(shape) != len(letters):",
+        "if len(shape) > len(letters):",
+    ),
     ("mixed devices are taken", '    require_same("device", tensors)\n', ""),
-    ("integers are computed with", "if not tensor.dtype.is_floating_point:", "if tensor.dtype == torch.bool:"),
+    (
+        "integers are computed with",
+        "if not tensor.dtype.is_floating_point:",
+        "if tensor.dtype == torch.bool:",
+    ),
     ("mixed dtypes are taken", '    require_same("dtype", tensors)\n', ""),
-    ("float64 is computed in float32", "torch.float64 if dtype == torch.float64 else torch.float32", "torch.float32"),
+    (
+        "float64 is computed in float32",
+        "torch.float64 if dtype == torch.float64 else torch.float32",
+        "torch.float32",
+    ),
 ]
 
 MUTANTS = INIT + [
@@ -273,14 +389,19 @@ def try_mutant(mutant):
     name = f"kvlib/{mutant.file}: {mutant.fault}"
     n_found = (ROOT / "kvlib" / mutant.file).read_text().count(mutant.old)
     if n_found != 1:
-        print(f"NOT PLANTED  {name}: its text occurs {n_found} times, not once: {mutant.old!r}", flush=True)
+        print(
+            f"NOT PLANTED  {name}: its text occurs {n_found} times, not once: {mutant.old!r}", flush=True
+        )
         return False
     code, output = run_tests(TESTS[mutant.file], mutant)
     if code == pytest.ExitCode.TESTS_FAILED:
         caught_by = next(line for line in output.splitlines() if line.startswith(("FAILED", "ERROR")))
         print(f"caught       {name}, by {caught_by.split('::')[-1].split(' - ')[0]}", flush=True)
         return True
-    print(f"SURVIVED     {name}" if code == 0 else f"BROKEN       {name}: no test ran\n{output}", flush=True)
+    print(
+        f"SURVIVED     {name}" if code == 0 else f"BROKEN       {name}: no test ran\n{output}",
+        flush=True,
+    )
     return False
 
 
@@ -290,7 +411,9 @@ def main(word=""):
         sys.exit(f"no fault has {word!r} in its description")
     context = multiprocessing.get_context("forkserver")
     # Importing these takes longer than most tests do.
-    context.set_forkserver_preload(["torch.distributed.tensor", "numpy.testing", "hypothesis.strategies"])
+    context.set_forkserver_preload(
+        ["torch.distributed.tensor", "numpy.testing", "hypothesis.strategies"]
+    )
     with ProcessPoolExecutor(N_AT_ONCE, context, max_tasks_per_child=1) as pool:
         healthy = pool.submit(run_tests, sorted({name for names in TESTS.values() for name in names}))
         caught = list(pool.map(try_mutant, mutants))
@@ -298,7 +421,7 @@ def main(word=""):
     if code != 0:
         sys.exit(f"{output}\nThe tests fail without any fault, so they say nothing about faults.")
     if not all(caught):
-        sys.exit(f"{caught.count(False)} of {len(mutants)} faults were not caught; see the lines in capitals above.")
+        sys.exit(f"{caught.count(False)} of {len(mutants)} faults were not caught: see the capitals above.")
     print(f"All {len(mutants)} faults were caught.")
 
 

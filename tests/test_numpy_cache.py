@@ -72,7 +72,9 @@ class TestConstruction:
         assert (cache.max_len, cache.d_k, cache.d_v) == (5, 2, 7)
         assert repr(cache) == "<KVCache: 3 of 5 steps, d_k=2, d_v=7>"
 
-    @pytest.mark.parametrize(("max_len", "d_k", "d_v"), [(1, 1, 1), (256, 64, 64), (1, 64, 1), (256, 1, 64)])
+    @pytest.mark.parametrize(
+        ("max_len", "d_k", "d_v"), [(1, 1, 1), (256, 64, 64), (1, 64, 1), (256, 1, 64)]
+    )
     def test_the_smallest_and_the_largest_sizes_work(self, max_len, d_k, d_v):
         cache, k, v = filled(max_len, max_len, d_k, d_v)
         assert_holds(cache, k, v)
@@ -149,7 +151,9 @@ class TestAppend:
     def test_append_returns_nothing(self):
         assert KVCache(4, 1, 1).append([1.0], [2.0]) is None
 
-    @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64, np.float16, np.float32, np.longdouble])
+    @pytest.mark.parametrize(
+        "dtype", [np.int8, np.uint16, np.int64, np.float16, np.float32, np.longdouble]
+    )
     def test_real_numbers_of_every_kind_are_stored_as_float64(self, dtype):
         cache = KVCache(4, 2, 1)
         cache.append(np.array([[1, 2], [3, 4]], dtype=dtype), np.array([[5], [6]], dtype=dtype))
@@ -171,30 +175,75 @@ class TestAppendRefusals:
         ("k", "v", "error", "words"),
         [
             # Too many steps for the room that is left.
-            (np.ones((3, 2)), np.ones((3, 3)), ValueError, "add 3 steps to the 3 stored, 6 in all; .* max_len, 5"),
+            (
+                np.ones((3, 2)),
+                np.ones((3, 3)),
+                ValueError,
+                "add 3 steps to the 3 stored, 6 in all; .* max_len, 5",
+            ),
             (np.ones((9, 2)), np.ones((9, 3)), ValueError, "add 9 steps to the 3 stored, 12 in all"),
             # k and v differ in their number of steps.
-            (np.ones((2, 2)), np.ones((1, 3)), ValueError, "v has 1 steps; it must have as many as k, 2"),
+            (
+                np.ones((2, 2)),
+                np.ones((1, 3)),
+                ValueError,
+                "v has 1 steps; it must have as many as k, 2",
+            ),
             (np.ones(2), np.ones((2, 3)), ValueError, "v has 2 steps; it must have as many as k, 1"),
             (np.ones((0, 2)), np.ones(3), ValueError, "v has 1 steps; it must have as many as k, 0"),
-            (np.ones((1, 2)), np.ones((9, 3)), ValueError, "v has 9 steps; it must have as many as k, 1"),
+            (
+                np.ones((1, 2)),
+                np.ones((9, 3)),
+                ValueError,
+                "v has 9 steps; it must have as many as k, 1",
+            ),
             # Shapes that are not steps of this cache.
-            (np.ones((1, 3)), np.ones((1, 3)), ValueError, r"k had shape \(1, 3\); it must be \(2,\).*\(n, 2\)"),
-            (np.ones((1, 2)), np.ones((1, 2)), ValueError, r"v had shape \(1, 2\); it must be \(3,\).*\(n, 3\)"),
+            (
+                np.ones((1, 3)),
+                np.ones((1, 3)),
+                ValueError,
+                r"k had shape \(1, 3\); it must be \(2,\).*\(n, 2\)",
+            ),
+            (
+                np.ones((1, 2)),
+                np.ones((1, 2)),
+                ValueError,
+                r"v had shape \(1, 2\); it must be \(3,\).*\(n, 3\)",
+            ),
             (np.ones((2, 1)), np.ones((2, 3)), ValueError, r"k had shape \(2, 1\)"),
             (np.ones(1), np.ones(3), ValueError, r"k had shape \(1,\)"),
             (np.ones((1, 1, 2)), np.ones((1, 3)), ValueError, r"k had shape \(1, 1, 2\)"),
             (1.0, np.ones(3), ValueError, r"k had shape \(\)"),
             ([], [], ValueError, r"k had shape \(0,\)"),
-            ([[1.0, 2.0], [3.0]], np.ones((2, 3)), ValueError, "k was not an array.*rectangle of numbers"),
+            (
+                [[1.0, 2.0], [3.0]],
+                np.ones((2, 3)),
+                ValueError,
+                "k was not an array.*rectangle of numbers",
+            ),
             # Numbers that cannot be attended.
             (np.array([1.0, np.nan]), np.ones(3), ValueError, "k held NaN or infinity"),
             (np.ones(2), np.array([1.0, np.inf, 0.0]), ValueError, "v held NaN or infinity"),
             (np.ones(2), np.array([1.0, -np.inf, 0.0]), ValueError, "v held NaN or infinity"),
-            (np.array([1, 2], dtype=np.longdouble) * np.longdouble("1e4000"), np.ones(3), ValueError, "k held NaN"),
+            (
+                np.array([1, 2], dtype=np.longdouble) * np.longdouble("1e4000"),
+                np.ones(3),
+                ValueError,
+                "k held NaN",
+            ),
             (["a", "b"], np.ones(3), TypeError, "k had dtype <U1; it must hold real numbers"),
-            (torch.ones(2, requires_grad=True), np.ones(3), ValueError, "k was not an array.*requires grad"),
-            (np.ones(2), np.ones(3) * 1j, TypeError, "v had dtype complex128; it must hold real numbers"),
+            (
+                torch.ones(2, requires_grad=True),
+                np.ones(3),
+                ValueError,
+                "k was not an array.*requires grad",
+            ),
+            (
+                np.ones(2),
+                np.ones(3) * 1j,
+                TypeError,
+                "v had dtype complex128; it must hold real numbers",
+            ),
             (np.ones(2), np.ones(3, dtype=bool), TypeError, "v had dtype bool"),
             (None, np.ones(3), TypeError, "k had dtype object"),
         ],
@@ -260,7 +309,12 @@ class TestOwnership:
     @pytest.mark.parametrize("method", [KVCache.keys, KVCache.values])
     def test_what_is_handed_out_cannot_be_used_to_change_the_cache(self, method):
         cache, k, v = filled()
-        for write in (write_directly, write_after_allowing_it, write_through_its_bases, write_through_torch):
+        for write in (
+            write_directly,
+            write_after_allowing_it,
+            write_through_its_bases,
+            write_through_torch,
+        ):
             array = method(cache)
             try:
                 write(array)
@@ -366,7 +420,9 @@ class TestDecodeStep:
     @given(data=st.data())
     def test_it_equals_the_scalar_loop_however_the_steps_were_appended(self, data):
         d_k, d_v, max_len = (data.draw(st.integers(1, 8)) for _ in range(3))
-        chunks = data.draw(st.lists(st.integers(0, 3), max_size=4).filter(lambda n: 1 <= sum(n) <= max_len))
+        chunks = data.draw(
+            st.lists(st.integers(0, 3), max_size=4).filter(lambda n: 1 <= sum(n) <= max_len)
+        )
         rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
         size = data.draw(st.sampled_from([0.1, 1.0, 10.0]))
         cache, k, v = KVCache(max_len, d_k, d_v), np.zeros((0, d_k)), np.zeros((0, d_v))
@@ -415,7 +471,9 @@ class TestLargeScores:
     def test_scores_that_overflow_float64_itself_still_rank(self):
         largest = np.finfo(np.float64).max
         cache = KVCache(4, 2, 1)
-        cache.append(np.array([[1, 1], [1, 1], [1, 0], [-1, -1]]) * largest, [[1.0], [3.0], [50.0], [90.0]])
+        cache.append(
+            np.array([[1, 1], [1, 1], [1, 0], [-1, -1]]) * largest, [[1.0], [3.0], [50.0], [90.0]]
+        )
         output, weights = decode_step(np.ones(2) * largest, cache)
         assert weights.tolist() == [0.5, 0.5, 0.0, 0.0]
         assert output.tolist() == [2.0]
@@ -511,7 +569,9 @@ class TestWithoutTorch:
             f"try: from kvlib import {name}\n"
             "except ImportError as error: print(error)\n"
         )
-        assert self.run(program).startswith(f"kvlib.{name} needs torch, which is not installed; pip install")
+        assert self.run(program).startswith(
+            f"kvlib.{name} needs torch, which is not installed; pip install"
+        )
 
     def test_a_name_that_does_not_exist_is_an_attribute_error(self):
         program = "import kvlib\ntry: kvlib.no_such_name\nexcept AttributeError as error: print(error)"

@@ -1,32 +1,32 @@
 """Faults that caches are known for, each as a case small enough to check by hand.
 
-| id  | the fault                                                           | what must happen here           |
-|-----|---------------------------------------------------------------------|---------------------------------|
-| A01 | the causal mask hides the cached past                               | past and chunk are both seen    |
-| A02 | a prefill looks into its future and stores what it saw               | equals one token at a time      |
-| A03 | a token is not yet counted when it attends                           | it sees itself                  |
-| A04 | the first token counts, but slot 0 is never written                  | slot 0 holds it                 |
-| A05 | unused slots of zeros take part in the softmax                       | weights over live slots only    |
-| A06 | zero weight times NaN in an unused slot is NaN                       | same bits as with zeros         |
-| A07 | a row that sees nothing gives NaN, or the mean of the values         | zeros                           |
-| A08 | calls and prompts without tokens fail                                | empty results; decoding goes on |
-| A09 | heads are tiled where they should be repeated                        | neighbours share a head         |
-| A10 | head counts that do not divide are broadcast                         | an error naming both counts     |
-| A11 | a write past the end crashes, wraps or corrupts                      | an error, nothing written       |
-| A12 | what was handed out changes the cache, or changes with it            | neither                         |
-| A13 | a reset keeps the old length                                         | no reset: take a new cache      |
-| A14 | the length is guessed from numbers that are not zero                 | zeros count                     |
-| A15 | a rollback keeps too much or too little                              | none: lower the lengths         |
-| A16 | the length before the call is taken for the length after it          | a count, before the call        |
-| A17 | rows share positions, or positions advance twice                     | lengths are the positions       |
-| A18 | a write meant for some rows lands in others                          | the others keep every bit       |
-| A19 | a row changes with its neighbour                                     | it keeps every bit              |
-| A20 | True and False of the mask are swapped                               | True means may attend           |
-| A21 | a dot product overflows in half precision                            | computed in float32             |
-| A22 | the dtype of the cache is silently another                           | an error naming both            |
-| A23 | one finished row stops all, or goes on writing                       | it idles, the others go on      |
-| A24 | a chunk keeps its last query only, or its mask is ignored            | all queries, and a mask counts  |
-| A25 | beams are not reordered, or share their storage                      | index the tensors               |
+| id  | the fault                                                    | what must happen here           |
+|-----|--------------------------------------------------------------|---------------------------------|
+| A01 | the causal mask hides the cached past                        | past and chunk are both seen    |
+| A02 | a prefill looks into its future and stores what it saw       | equals one token at a time      |
+| A03 | a token is not yet counted when it attends                   | it sees itself                  |
+| A04 | the first token counts, but slot 0 is never written          | slot 0 holds it                 |
+| A05 | unused slots of zeros take part in the softmax               | weights over live slots only    |
+| A06 | zero weight times NaN in an unused slot is NaN               | same bits as with zeros         |
+| A07 | a row that sees nothing gives NaN, or the mean of the values | zeros                           |
+| A08 | calls and prompts without tokens fail                        | empty results; decoding goes on |
+| A09 | heads are tiled where they should be repeated                | neighbours share a head         |
+| A10 | head counts that do not divide are broadcast                 | an error naming both counts     |
+| A11 | a write past the end crashes, wraps or corrupts              | an error, nothing written       |
+| A12 | what was handed out changes the cache, or changes with it    | neither                         |
+| A13 | a reset keeps the old length                                 | no reset: take a new cache      |
+| A14 | the length is guessed from numbers that are not zero         | zeros count                     |
+| A15 | a rollback keeps too much or too little                      | none: lower the lengths         |
+| A16 | the length before the call is taken for the length after it  | a count, before the call        |
+| A17 | rows share positions, or positions advance twice             | lengths are the positions       |
+| A18 | a write meant for some rows lands in others                  | the others keep every bit       |
+| A19 | a row changes with its neighbour                             | it keeps every bit              |
+| A20 | True and False of the mask are swapped                       | True means may attend           |
+| A21 | a dot product overflows in half precision                    | computed in float32             |
+| A22 | the dtype of the cache is silently another                   | an error naming both            |
+| A23 | one finished row stops all, or goes on writing               | it idles, the others go on      |
+| A24 | a chunk keeps its last query only, or its mask is ignored    | all queries, and a mask counts  |
+| A25 | beams are not reordered, or share their storage              | index the tensors               |
 """
 
 import math
@@ -122,7 +122,9 @@ def test_a05_unused_slots_take_no_part_in_the_softmax():
     cache = KVCache(8, 1, 1)
     cache.append([[0.0], [0.0]], [[1.0], [3.0]])
     assert decode_step([0.0], cache)[1].tolist() == [0.5, 0.5]
-    args = one_head([1], [1], 1, 8, key_cache=[0] * 8, value_cache=[1] + [0] * 7, new_key=[0], new_value=[3])
+    args = one_head(
+        [1], [1], 1, 8, key_cache=[0] * 8, value_cache=[1] + [0] * 7, new_key=[0], new_value=[3]
+    )
     result = step(args)
     assert result["attention"].flatten().tolist() == [0.5, 0.5] + [0] * 6
     assert result["context"].item() == 2
@@ -156,7 +158,9 @@ def test_a08_a_call_without_tokens_and_an_empty_prompt_work():
     args = batch([0, 0], [0, 2], 2, 4)  # row 0 has an empty prompt
     prompt = step(args)
     assert prompt["lengths"].tolist() == [0, 2]
-    token = {name: args[name][:, :, :1] for name in FLOATS[:3]} | {"append_mask": torch.ones(2, 1).bool()}
+    token = {name: args[name][:, :, :1] for name in FLOATS[:3]} | {
+        "append_mask": torch.ones(2, 1).bool()
+    }
     after = step(args | token, **{name: prompt[name] for name in CACHE})
     assert after["lengths"].tolist() == [1, 3]
     assert_same_bits(after["context"][0, :, 0], args["new_value"][0, [0, 0, 1, 1], 0])
@@ -183,12 +187,16 @@ def test_a10_head_counts_that_do_not_divide_are_refused_and_the_others_work():
 def test_a11_writing_past_the_end_is_refused_before_any_write():
     args = batch([3], [2], 2, 4)
     before = snapshot(args)
-    with pytest.raises(ValueError, match=r"2 slots to lengths\[0\] = 3, 5 in all; they must fit in M = 4"):
+    with pytest.raises(
+        ValueError, match=r"2 slots to lengths\[0\] = 3, 5 in all; they must fit in M = 4"
+    ):
         step(args)
     assert_unchanged(args, before)
     cache = KVCache(4, 1, 1)
     cache.append(np.ones((3, 1)), np.ones((3, 1)))
-    with pytest.raises(ValueError, match="add 2 steps to the 3 stored, 5 in all; they must fit in max_len, 4"):
+    with pytest.raises(
+        ValueError, match="add 2 steps to the 3 stored, 5 in all; they must fit in max_len, 4"
+    ):
         cache.append(np.full((2, 1), 9.0), np.full((2, 1), 9.0))
     assert cache.keys().tolist() == cache.values().tolist() == [[1], [1], [1]]
 
@@ -317,10 +325,14 @@ def test_a22_a_cache_of_another_dtype_is_refused():
     args = batch([1], [1], 1, 2, dtype=torch.float32)
     args["new_value"].fill_(70000)
     for name in ("key_cache", "value_cache"):
-        with pytest.raises(ValueError, match=f"{name} had dtype torch.float16; it must be torch.float32"):
+        with pytest.raises(
+            ValueError, match=f"{name} had dtype torch.float16; it must be torch.float32"
+        ):
             step(args, **{name: args[name].half()})
     new = torch.full((1, 1, 1), 70000.0)
-    with pytest.raises(ValueError, match=r"cache\[0\] had dtype torch.float16; it must be torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"cache\[0\] had dtype torch.float16; it must be torch.float32"
+    ):
         kv_cache_step(new, new, new, (new.half(), new.half()))
 
 
@@ -374,7 +386,9 @@ def test_a25_beams_are_reordered_by_indexing_and_share_no_storage():
     assert_same_bits(keys[:2, :, 1], args["new_key"][:2, :, 0])
     assert not torch.equal(keys[0, :, 1], keys[1, :, 1])
 
-    one = {name: args[name][:1].expand(3, *args[name].shape[1:]) for name in CACHE}  # all beams in one storage
+    one = {
+        name: args[name][:1].expand(3, *args[name].shape[1:]) for name in CACHE
+    }  # all beams in one storage
     keys = step(args, **one)["key_cache"]
     assert_same_bits(keys[:, :, 1], args["new_key"][:, :, 0])
     assert_same_bits(keys[2, :, 0], args["key_cache"][0, :, 0])

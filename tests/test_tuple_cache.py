@@ -18,7 +18,8 @@ def sequence(B=2, T=5, D=4, D_v=3, dtype=torch.float64, seed=0):
     """Return queries, keys and values of T tokens a row."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(
-        torch.randn(B, T, size, generator=generator, dtype=torch.float64).to(dtype) for size in (D, D, D_v)
+        torch.randn(B, T, size, generator=generator, dtype=torch.float64).to(dtype)
+        for size in (D, D, D_v)
     )
 
 
@@ -74,7 +75,7 @@ class TestFirstToken:
 
 
 class TestLaterTokens:
-    """Key and value go behind those in the cache; the query attends all of them and itself, without a mask."""
+    """Key and value go behind those in the cache; the query attends them all, and needs no mask."""
 
     def test_the_new_key_and_value_come_last_and_the_old_ones_stay_as_they_were(self):
         args = token()
@@ -204,7 +205,7 @@ class TestOwnership:
 
 
 class TestPrecision:
-    """Scores and softmax are computed in float32 or wider; results come back in the dtype of the inputs."""
+    """Scores and softmax are computed in float32 or wider; results have the dtype of the inputs."""
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_half_precision_is_as_good_as_rounding_the_exact_result(self, dtype):
@@ -215,7 +216,9 @@ class TestPrecision:
         half_a_step = torch.finfo(dtype).eps / 2
         torch.testing.assert_close(output.double(), exact, rtol=half_a_step * 1.01, atol=1e-6)
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+    @pytest.mark.parametrize(
+        "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    )
     def test_narrow_dtypes_keep_the_cache_bit_for_bit(self, dtype):
         q, k, v = sequence(T=3, dtype=dtype)
         output, (keys, values) = decode(q, k, v)
@@ -245,25 +248,55 @@ class TestBadInput:
     def test_more_or_less_than_one_new_token_is_refused_since_it_would_see_its_future(self, n):
         q, k, v = sequence(T=n)
         for cache in (None, token()["cache"]):
-            with pytest.raises(ValueError, match=f"held {n} new tokens; .* exactly 1: .* no mask.* own future"):
+            with pytest.raises(
+                ValueError, match=f"held {n} new tokens; .* exactly 1: .* no mask.* own future"
+            ):
                 kv_cache_step(q, k, v, cache)
 
     @pytest.mark.parametrize(
         ("changes", "error", "words"),
         [
-            ({"q_new": x[0]}, ValueError, r"q_new had shape \(1, 4\); it must have 3 dimensions, \(B, Q, D\)"),
-            ({"k_new": x[None]}, ValueError, r"k_new had shape \(1, 2, 1, 4\); it must have 3 dimensions"),
+            (
+                {"q_new": x[0]},
+                ValueError,
+                r"q_new had shape \(1, 4\); it must have 3 dimensions, \(B, Q, D\)",
+            ),
+            (
+                {"k_new": x[None]},
+                ValueError,
+                r"k_new had shape \(1, 2, 1, 4\); it must have 3 dimensions",
+            ),
             ({"v_new": y[0, 0]}, ValueError, r"v_new had shape \(3,\); it must have 3 dimensions"),
             ({"k_new": y}, ValueError, r"k_new had shape \(2, 1, 3\), D = 3; .* D = 4, as in q_new"),
             ({"k_new": x[:1]}, ValueError, r"k_new had shape \(1, 1, 4\), B = 1; .* B = 2, as in q_new"),
             ({"v_new": y[:1]}, ValueError, r"v_new had shape \(1, 1, 3\), B = 1; .* B = 2, as in q_new"),
             ({"v_new": y.expand(2, 2, 3)}, ValueError, r"v_new had shape \(2, 2, 3\), Q = 2; .* Q = 1"),
-            ({"v_new": x}, ValueError, r"cache\[1\] had shape \(2, 2, 3\), D_v = 3; .* D_v = 4, as in v_new"),
-            ({"cache": (y, y)}, ValueError, r"cache\[0\] had shape \(2, 1, 3\), D = 3; .* D = 4, as in q_new"),
-            ({"cache": (x[:1], y[:1])}, ValueError, r"cache\[0\] had shape \(1, 1, 4\), B = 1; .* B = 2"),
+            (
+                {"v_new": x},
+                ValueError,
+                r"cache\[1\] had shape \(2, 2, 3\), D_v = 3; .* D_v = 4, as in v_new",
+            ),
+            (
+                {"cache": (y, y)},
+                ValueError,
+                r"cache\[0\] had shape \(2, 1, 3\), D = 3; .* D = 4, as in q_new",
+            ),
+            (
+                {"cache": (x[:1], y[:1])},
+                ValueError,
+                r"cache\[0\] had shape \(1, 1, 4\), B = 1; .* B = 2",
+            ),
             ({"cache": (x, y[:, :0])}, ValueError, r"cache\[1\] had shape \(2, 0, 3\), T = 0; .* T = 1"),
-            ({"cache": (x[0], y)}, ValueError, r"cache\[0\] had shape \(1, 4\); it must have 3 dimensions"),
-            ({"cache": [x, y]}, TypeError, r"cache was a list; it must be a tuple \(keys, values\), or None"),
+            (
+                {"cache": (x[0], y)},
+                ValueError,
+                r"cache\[0\] had shape \(1, 4\); it must have 3 dimensions",
+            ),
+            (
+                {"cache": [x, y]},
+                TypeError,
+                r"cache was a list; it must be a tuple \(keys, values\), or None",
+            ),
             ({"cache": (x,)}, TypeError, r"cache was a tuple of 1; it must be a tuple \(keys, values\)"),
             ({"cache": (x, y, y)}, TypeError, "cache was a tuple of 3"),
             ({"cache": x}, TypeError, "cache was a Tensor"),
@@ -273,10 +306,26 @@ class TestBadInput:
             ({"q_new": x.long()}, TypeError, "q_new had dtype torch.int64; it must be a floating dtype"),
             ({"v_new": y.bool()}, TypeError, "v_new had dtype torch.bool; it must be a floating dtype"),
             ({"v_new": y.cfloat()}, TypeError, "v_new had dtype torch.complex64; it must be a floating"),
-            ({"k_new": x.float()}, ValueError, "k_new had dtype torch.float32; .* torch.float64, as in q_new"),
-            ({"cache": (x.half(), y)}, ValueError, r"cache\[0\] had dtype torch.float16; .* torch.float64"),
-            ({"cache": (x, y.float())}, ValueError, r"cache\[1\] had dtype torch.float32; .* torch.float64"),
-            ({"cache": (x.to("meta"), y)}, ValueError, r"cache\[0\] had device meta; it must be cpu, as in q_new"),
+            (
+                {"k_new": x.float()},
+                ValueError,
+                "k_new had dtype torch.float32; .* torch.float64, as in q_new",
+            ),
+            (
+                {"cache": (x.half(), y)},
+                ValueError,
+                r"cache\[0\] had dtype torch.float16; .* torch.float64",
+            ),
+            (
+                {"cache": (x, y.float())},
+                ValueError,
+                r"cache\[1\] had dtype torch.float32; .* torch.float64",
+            ),
+            (
+                {"cache": (x.to("meta"), y)},
+                ValueError,
+                r"cache\[0\] had device meta; it must be cpu, as in q_new",
+            ),
         ],
     )
     def test_a_step_that_cannot_be_is_refused(self, changes, error, words):
@@ -287,7 +336,9 @@ class TestBadInput:
             kv_cache_step(**args)
         assert all(x._version == version and x.shape == shape for x, version, shape in before)
 
-    @pytest.mark.parametrize(("letter", "shape"), [("B", (0, 1, 4, 3)), ("D", (2, 1, 0, 3)), ("D_v", (2, 1, 4, 0))])
+    @pytest.mark.parametrize(
+        ("letter", "shape"), [("B", (0, 1, 4, 3)), ("D", (2, 1, 0, 3)), ("D_v", (2, 1, 4, 0))]
+    )
     def test_sizes_of_zero_are_refused(self, letter, shape):
         q, k, v = sequence(*shape)
         with pytest.raises(ValueError, match=f"^{letter} was 0; it must be 1 or more"):

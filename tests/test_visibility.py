@@ -155,8 +155,14 @@ class TestSentences:
     def test_the_sentence_of_a_query_says_which_slots_it_attends(self):
         assert visibility.query_sentence(query=1, length=3, count=2) == "Query 1 attends slots 0 to 4."
         assert visibility.query_sentence(query=0, length=0, count=2) == "Query 0 attends slot 0 only."
-        assert visibility.query_sentence(query=2, length=3, count=2) == "Query 2 is idle and attends no slot."
-        assert visibility.query_sentence(query=0, length=0, count=0) == "Query 0 is idle and attends no slot."
+        assert (
+            visibility.query_sentence(query=2, length=3, count=2)
+            == "Query 2 is idle and attends no slot."
+        )
+        assert (
+            visibility.query_sentence(query=0, length=0, count=0)
+            == "Query 0 is idle and attends no slot."
+        )
 
     def test_the_sentence_of_a_query_agrees_with_the_mask(self):
         for length, count, n_queries, capacity in ROWS:
