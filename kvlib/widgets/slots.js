@@ -125,16 +125,16 @@ function buildSlots(model, root, redraw) {
     }));
   }
 
-  // Rows, queries and slots may change in number: then the grids are made anew.
+  // Rows, queries and slots may change in number: then the grids are made anew. Says if that took the focus.
   function fit({ lengths, n_queries, capacity }) {
     const wanted = [lengths.length, n_queries, capacity].join();
-    if (shape === wanted) return;
-    const held = document.activeElement?.matches(".kv-cell") && body.contains(document.activeElement);
+    if (shape === wanted) return false;
+    const focused = body.querySelector(".kv-cell:focus") !== null;
     shape = wanted;
     preview = null;
     rows = lengths.map((_, b) => buildRow(b, n_queries, capacity));
     body.replaceChildren(...rows.map((row) => row.el));
-    if (held) body.querySelector(".kv-cell")?.focus();
+    return focused;
   }
 
   function speak([b, t, j], { lengths, counts }) {
@@ -148,7 +148,7 @@ function buildSlots(model, root, redraw) {
     const sizes = [state.lengths.length, state.n_queries, state.capacity];
     capacity.show(state.capacity);
     offered.show(state.n_queries);
-    fit(state);
+    const lostFocus = fit(state);
     const selected = sizes.map((size, i) => Math.min(state.selected[i], size - 1));
     const spoken = preview ?? selected;
     rows.forEach(({ grid }, b) => {
@@ -156,6 +156,7 @@ function buildSlots(model, root, redraw) {
       const at = ([row, ...place]) => (row === b && state.n_queries > 0 ? place : null);
       grid.mark(at(selected), at(spoken));
     });
+    if (lostFocus) body.querySelector("[aria-selected]")?.focus();
     if (note) speech.say(note);
     else if (state.n_queries === 0) speech.say(...TEXT.NO_QUERY);
     else speak(spoken, state);

@@ -7,7 +7,10 @@ from widget_pages import widget_page
 
 from kvlib.widgets import AttentionHeatmap
 
-TOKENS = [["The", " <b>cat</b>", " sat", "\n", "junk"], ["&amp;", " a very long token that never ends", " x"]]
+TOKENS = [
+    ["The", " <b>cat</b>", " sat", "\n", "junk"],
+    ["&amp;", " a very long token that never ends", " x"],
+]
 
 
 @pytest.fixture

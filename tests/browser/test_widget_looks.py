@@ -251,5 +251,7 @@ def test_on_a_phone_the_selected_cell_is_in_view_and_the_page_stays_at_its_top(b
         for cell in page.locator("[aria-selected]").all():
             box = cell.locator("xpath=ancestor::div[contains(@class, 'kv-scroll')]")
             inner, outer = cell.bounding_box(), box.bounding_box()
-            assert outer["x"] <= inner["x"] and inner["x"] + inner["width"] <= outer["x"] + outer["width"]
+            assert (
+                outer["x"] <= inner["x"] and inner["x"] + inner["width"] <= outer["x"] + outer["width"]
+            )
         assert page.evaluate("scrollY") == 0

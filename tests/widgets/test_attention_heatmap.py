@@ -122,7 +122,7 @@ def call(dtype=torch.float32, **options):
     query, new_key, new_value = torch.randn(2, 4, 3, 5), torch.randn(2, 2, 3, 5), torch.randn(2, 2, 3, 5)
     caches = torch.randn(2, 2, 2, 8, 5)
     lengths, append_mask = torch.tensor([3, 5]), torch.tensor([[True] * 3, [True, False, False]])
-    caches[:, 0, :, 6:] = caches[:, 1, :, 6:] = torch.nan
+    caches[:, 0, :, 6:], caches[:, 1, :, 6:] = torch.nan, torch.inf
     query[1, :, 1:] = torch.inf
     tensors = [tensor.to(dtype) for tensor in (query, new_key, new_value, *caches)]
     result = kv_cache_attention_step(*tensors, lengths, append_mask, options)
