@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "book" / "_ext")]
 
-import build  # noqa: E402
-import serve  # noqa: E402
+import build
+import serve
 
 
 @pytest.fixture(scope="session")
