@@ -6,8 +6,9 @@ functions here predict such tallies without running anything; the tests hold the
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, fields
+
+from kvlib._numbers import whole_number
 
 __all__ = [
     "Work",
@@ -141,7 +142,7 @@ def cache_nbytes(n_layers, n_kv_heads, head_dim, n_tokens, itemsize, head_dim_v=
         "head_dim_v": head_dim_v,
     }
     for name, number in arguments.items():
-        _check_whole(name, number, least=0)
+        whole_number(name, number)
     return n_layers * n_kv_heads * n_tokens * (head_dim + head_dim_v) * itemsize
 
 
@@ -166,7 +167,7 @@ def rows_recopied_by_concatenation(n_tokens):
     TypeError, ValueError
         If n_tokens is not a whole number or is negative.
     """
-    _check_whole("n_tokens", n_tokens, least=0)
+    whole_number("n_tokens", n_tokens)
     return _sum_to(n_tokens - 1)
 
 
@@ -180,7 +181,7 @@ def _last_and_row_nbytes(n_prompt, n_new, n_layers, head_dim, itemsize):
         "itemsize": itemsize,
     }
     for name, number in arguments.items():
-        _check_whole(name, number, least=1)
+        whole_number(name, number, least=1)
     return n_prompt + n_new - 1, 2 * head_dim * itemsize
 
 
@@ -190,12 +191,3 @@ def _sum_to(n):
 
 def _sum_of_squares_to(n):
     return n * (n + 1) * (2 * n + 1) // 6
-
-
-def _check_whole(name, number, least):
-    try:
-        operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} was {number!r}; it must be a whole number") from None
-    if number < least:
-        raise ValueError(f"{name} was {number}; it must be {least} or more")

@@ -10,7 +10,6 @@ F the width inside the feed-forward part, V the size of the vocabulary.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.util import find_spec
@@ -29,6 +28,7 @@ except ModuleNotFoundError as error:
         f"kvlib.llama needs {error.name}, which is not installed; pip install 'kvlib[model]' adds it"
     ) from error
 
+from kvlib._numbers import whole_number
 from kvlib._tensors import bind_sizes
 from kvlib.batched_cache import kv_cache_attention_step
 
@@ -134,7 +134,7 @@ class Llama:
             If a count is not a whole number of at least 1, or the capacity exceeds the
             positions that the model was made for.
         """
-        B, M = _whole("n_rows", n_rows), _whole("capacity", capacity)
+        B, M = whole_number("n_rows", n_rows, least=1), whole_number("capacity", capacity, least=1)
         if M > self.config.max_positions:
             raise ValueError(
                 f"capacity was {M}; it must be at most {self.config.max_positions}, "
@@ -294,7 +294,7 @@ def prefill(model, prompts, cache, *, chunk=None, progress=True):
     tokens, offered = _pad(prompts, model.config.n_vocab)
     counts = offered.sum(dim=1)
     _require_room(cache.lengths + counts, cache.capacity)
-    chunk = tokens.shape[1] if chunk is None else _whole("chunk", chunk)
+    chunk = tokens.shape[1] if chunk is None else whole_number("chunk", chunk, least=1)
 
     last = torch.empty(len(prompts), model.config.width)
     with _progress(counts.sum().item(), "Prompt", progress) as bar:
@@ -338,7 +338,7 @@ def generate(model, prompts, max_new_tokens, *, capacity=None, chunk=None, stop=
     TypeError, ValueError
         If an argument is out of range or a row might overflow, before anything runs.
     """
-    max_new_tokens = _whole("max_new_tokens", max_new_tokens)
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, least=1)
     counts = _pad(prompts, model.config.n_vocab)[1].sum(dim=1)
     needed = counts + max_new_tokens - 1  # the last new token is never fed
     cache = model.new_cache(len(prompts), needed.max().item() if capacity is None else capacity)
@@ -444,7 +444,7 @@ def _pad(prompts, n_vocab):
                 f"prompts[{row}] was empty; it must hold at least one token to continue from"
             )
         for place, token in enumerate(prompt):
-            if _whole(f"prompts[{row}][{place}]", token, least=0) >= n_vocab:
+            if whole_number(f"prompts[{row}][{place}]", token) >= n_vocab:
                 raise ValueError(
                     f"prompts[{row}][{place}] was {token}; it must be less than V = {n_vocab}"
                 )
@@ -461,16 +461,6 @@ def _require_room(needed, capacity):
             raise ValueError(
                 f"capacity was {capacity}; it must be {tokens} or more, the tokens that row {row} may have to hold"
             )
-
-
-def _whole(name, number, least=1):
-    try:
-        number = operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} was {number!r}; it must be a whole number") from None
-    if number < least:
-        raise ValueError(f"{name} was {number}; it must be {least} or more")
-    return number
 
 
 def _progress(total, what, wanted):
@@ -529,7 +519,7 @@ def _config(reader):
         raise ValueError(f"its llama.rope.scaling.type was {scaling!r}; positions must not be scaled")
 
     def count(key, default=None):
-        return _whole(key, metadata(key, default))
+        return whole_number(key, metadata(key, default), least=1)
 
     n_heads, width = count("llama.attention.head_count"), count("llama.embedding_length")
     config = Config(

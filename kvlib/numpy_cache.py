@@ -5,9 +5,9 @@ Contract: ``KVCache(max_len, d_k, d_v)`` and ``decode_step(q, cache)``, numpy on
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
+
+from kvlib._numbers import whole_number
 
 __all__ = ["KVCache", "decode_step"]
 
@@ -29,9 +29,9 @@ class KVCache:
     """
 
     def __init__(self, max_len, d_k, d_v):
-        self._max_len = _size("max_len", max_len)
-        self._keys = np.zeros((self._max_len, _size("d_k", d_k)))
-        self._values = np.zeros((self._max_len, _size("d_v", d_v)))
+        self._max_len = whole_number("max_len", max_len, least=1)
+        self._keys = np.zeros((self._max_len, whole_number("d_k", d_k, least=1)))
+        self._values = np.zeros((self._max_len, whole_number("d_v", d_v, least=1)))
         self._len = 0
 
     def __len__(self):
@@ -164,18 +164,6 @@ def _scores_below_best(keys, q):
     key_size, q_size = np.abs(keys).max(), np.abs(q).max()
     scores = (keys / key_size) @ (q / q_size)
     return (scores - scores.max()) * key_size * q_size
-
-
-def _size(name, size):
-    try:
-        number = operator.index(size)
-    except TypeError:
-        number = None
-    if number is None or isinstance(size, bool):
-        raise TypeError(f"{name} was {size!r}; it must be a whole number")
-    if number < 1:
-        raise ValueError(f"{name} was {number}; it must be 1 or more")
-    return number
 
 
 def _real(name, numbers):

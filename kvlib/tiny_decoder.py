@@ -6,12 +6,12 @@ It generates in two ways, by recomputing everything and by caching, and tallies 
 
 from __future__ import annotations
 
-import operator
 from typing import NamedTuple
 
 import numpy as np
 
 from kvlib import visibility
+from kvlib._numbers import whole_number
 from kvlib.costs import Work
 from kvlib.numpy_cache import KVCache, decode_step
 
@@ -215,9 +215,4 @@ def _finish(x, context, layer):
 def _check_request(prompt, n_new):
     if len(prompt) == 0:
         raise ValueError("prompt was empty; it must hold at least one token to start from")
-    try:
-        operator.index(n_new)
-    except TypeError:
-        raise TypeError(f"n_new was {n_new!r}; it must be a whole number") from None
-    if n_new < 1:
-        raise ValueError(f"n_new was {n_new}; it must be 1 or more")
+    whole_number("n_new", n_new, least=1)

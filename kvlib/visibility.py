@@ -11,9 +11,9 @@ exactly when it was appended and j is not later than its own slot.
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
+
+from kvlib._numbers import whole_number
 
 __all__ = [
     "STATES",
@@ -195,22 +195,8 @@ def _grid(lengths, counts, n_queries, capacity):
     )
 
 
-def _whole(name, number):
-    try:
-        whole = operator.index(number)
-    except TypeError:
-        whole = None
-    if whole is None or isinstance(number, bool):
-        raise TypeError(f"{name} was {number!r}; it must be a whole number")
-    if whole < 0:
-        raise ValueError(f"{name} was {whole}; it must be 0 or more")
-    if whole > _LARGEST:
-        raise ValueError(f"{name} was {whole}; it must be {_LARGEST} or less")
-    return whole
-
-
 def _whole_each(numbers):
-    return [_whole(name, number) for name, number in numbers.items()]
+    return [whole_number(name, number) for name, number in numbers.items()]
 
 
 def _whole_numbers(name, numbers):
@@ -218,4 +204,8 @@ def _whole_numbers(name, numbers):
         numbers = list(numbers)
     except TypeError:
         raise TypeError(f"{name} was {numbers!r}; it must be a sequence of whole numbers") from None
-    return np.array(_whole_each({f"{name}[{row}]": number for row, number in enumerate(numbers)}), dtype=np.int64)
+    whole = _whole_each({f"{name}[{row}]": number for row, number in enumerate(numbers)})
+    for row, number in enumerate(whole):
+        if number > _LARGEST:
+            raise ValueError(f"{name}[{row}] was {number}; it must be {_LARGEST} or less")
+    return np.array(whole, dtype=np.int64)

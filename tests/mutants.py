@@ -30,6 +30,8 @@ TESTS = {
     "tuple_cache.py": ("test_tuple_cache.py",),
     "batched_cache.py": ("test_batched_cache.py",),
     "_tensors.py": ("test_tuple_cache.py", "test_batched_cache.py"),
+    "_numbers.py": ("test_visibility.py", "test_numpy_cache.py"),
+    "llama.py": ("test_llama.py",),
 }
 
 
@@ -112,7 +114,6 @@ VISIBILITY = [
     ("a row may hold more than its capacity", "(lengths + counts > capacity)", "(lengths > capacity)"),
     ("a row must leave a slot free", "(lengths + counts > capacity)", "(lengths + counts >= capacity)"),
     ("lengths and counts may differ in rows", "if len(lengths) != len(counts):", "if False:"),
-    ("negative numbers are taken", "    if whole < 0:", "    if False:"),
     (
         "lengths and counts are swapped",
         "lengths[:, None, None],\n        counts[",
@@ -172,7 +173,11 @@ NUMPY = [
     ("NaN is stored", "    if not np.isfinite(array).all():", "    if np.isposinf(array).any():"),
     ("booleans are numbers", 'not in "iuf"', 'not in "iufb"'),
     ("a step may have any size", "or array.shape[-1] != size:", "or array.size % size:"),
-    ("a size of zero is taken", "    if number < 1:", "    if number < 0:"),
+    (
+        "a size of zero is taken",
+        'whole_number("d_k", d_k, least=1)',
+        'whole_number("d_k", d_k)',
+    ),
 ]
 
 TUPLE = [
@@ -347,6 +352,31 @@ TENSORS = [
     ),
 ]
 
+NUMBERS = [
+    ("negative numbers are taken", "    if whole < least:", "    if False:"),
+    ("True is a number", " or isinstance(number, bool):", ":"),
+]
+
+LLAMA = [
+    (
+        "all rows share their positions",
+        "cache.lengths[:, None] + torch",
+        "cache.lengths.max() + torch",
+    ),
+    (
+        "keys are stored without their position",
+        "key = _rotate(_split(linear(h, layer.attn_k), self.config.n_kv_heads), angles)",
+        "key = _split(linear(h, layer.attn_k), self.config.n_kv_heads)",
+    ),
+    (
+        "halves are rotated in place of neighbours",
+        "even, odd = x[..., 0::2], x[..., 1::2]",
+        "even, odd = x.chunk(2, dim=-1)",
+    ),
+    ("finished rows go on", "running = running & ~torch.isin(chosen, stop)", "pass"),
+    ("the prompt's scores come one token late", "final = counts - 1 - start", "final = counts - 2 - start"),
+]
+
 MUTANTS = INIT + [
     Mutant(file, *edit)
     for file, edits in (
@@ -355,6 +385,8 @@ MUTANTS = INIT + [
         ("tuple_cache.py", TUPLE),
         ("batched_cache.py", BATCHED),
         ("_tensors.py", TENSORS),
+        ("_numbers.py", NUMBERS),
+        ("llama.py", LLAMA),
     )
     for edit in edits
 ]
