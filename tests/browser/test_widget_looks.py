@@ -255,3 +255,13 @@ def test_on_a_phone_the_selected_cell_is_in_view_and_the_page_stays_at_its_top(b
                 outer["x"] <= inner["x"] and inner["x"] + inner["width"] <= outer["x"] + outer["width"]
             )
         assert page.evaluate("scrollY") == 0
+
+
+def test_a_query_keeps_its_label_whole_when_its_cells_scroll_under_it(browser):
+    with widget_page(browser, *widgets(), viewport={"width": 320, "height": 700}) as page:
+        for grid in page.locator(".kv-grid").all():
+            label, cell = grid.get_by_role("rowheader").first, grid.locator("[data-row]").first
+            grid.locator("xpath=..").evaluate("(box) => { box.scrollLeft = 1e6; }")
+            over, under = label.bounding_box(), cell.bounding_box()
+            assert over["y"] <= under["y"] and over["height"] >= under["height"]
+            assert over["x"] > under["x"] + under["width"]
