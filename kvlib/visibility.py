@@ -18,6 +18,7 @@ from kvlib._numbers import whole_number
 __all__ = [
     "STATES",
     "SENTENCES",
+    "QUERY_SENTENCES",
     "may_attend",
     "mask",
     "states",
@@ -42,7 +43,8 @@ SENTENCES = {
 # Sums of a few of these still fit int64.
 _LARGEST = 2**60
 
-_QUERY_SENTENCES = {
+#: Which slots a query attends: none, only the first, or several.
+QUERY_SENTENCES = {
     "idle": "Query {query} is idle and attends no slot.",
     "one": "Query {query} attends slot 0 only.",
     "many": "Query {query} attends slots 0 to {last}.",
@@ -154,7 +156,7 @@ def query_sentence(query, length, count):
         kind = "idle"
     else:
         kind = "many" if last else "one"
-    return _QUERY_SENTENCES[kind].format(query=query, last=last)
+    return QUERY_SENTENCES[kind].format(query=query, last=last)
 
 
 def _reasons(slot, query, length, count):

@@ -27,7 +27,7 @@ def expression():
     """Return a JavaScript expression whose value holds ``render``, ``upgradePage`` and the rule."""
     text = {
         "SENTENCES": visibility.SENTENCES,
-        "QUERY_SENTENCES": visibility._QUERY_SENTENCES,
+        "QUERY_SENTENCES": visibility.QUERY_SENTENCES,
         "NAMES": _text.NAMES,
         "GLYPHS": _text.GLYPHS,
         "LABELS": _text.LABELS,
