@@ -88,11 +88,14 @@ def kv_cache_attention_step(
     included, reaches no output but the copied caches, and no gradient. Differentiable
     twice in query, new keys and values, and both caches.
     """
-    scale = _validate(query, new_key, new_value, key_cache, value_cache, lengths, append_mask, options)
+    scale = _validate(
+        query, new_key, new_value, key_cache, value_cache, lengths, append_mask, options
+    )
+    Q, M = query.shape[2], key_cache.shape[2]
     old_lengths, counts = lengths.long(), append_mask.sum(dim=1)  # [B]
     key_cache = _append(key_cache, new_key, old_lengths, append_mask)
     value_cache = _append(value_cache, new_value, old_lengths, append_mask)
-    visible = _visible(old_lengths, counts, append_mask.shape[1], key_cache.shape[2])
+    visible = _visible(old_lengths, counts, Q, M)
     attention, context = _attend(query, key_cache, value_cache, visible, scale)
     return {
         "key_cache": key_cache,
@@ -104,7 +107,10 @@ def kv_cache_attention_step(
 
 
 def _append(cache, new, lengths, append_mask):
-    """Return a copy of the cache in which offered slot t of row b, if appended, fills slot lengths[b] + t."""
+    """Return a copy of the cache with the appended slots written.
+
+    Offered slot t of row b, if appended, fills slot lengths[b] + t.
+    """
     row, offered = append_mask.nonzero(as_tuple=True)
     updated = cache.clone()
     updated[row, :, lengths[row] + offered] = new[row, :, offered]
@@ -112,31 +118,35 @@ def _append(cache, new, lengths, append_mask):
 
 
 def _visible(lengths, counts, n_queries, capacity):
-    """Return the rule's answer for the whole batch, [B, Q, M]."""
+    """Return which slot each query may attend, [B, Q, M]."""
     slot = torch.arange(capacity, device=lengths.device)
     query = torch.arange(n_queries, device=lengths.device)[:, None]
     return may_attend(slot, query, lengths[:, None, None], counts[:, None, None])
 
 
 def _attend(query, keys, values, visible, scale):
-    """Return attention [B, H_q, Q, M] and context [B, H_q, Q, D_v] of a masked, grouped softmax."""
+    """Return attention [B, H_q, Q, M] and context [B, H_q, Q, D_v]."""
     (B, H_q, Q, D), (_, H_k, M, D_v) = query.shape, values.shape
-    active, attended = visible.any(dim=2), visible.any(dim=1)  # [B, Q], [B, M]
-    # A weight of zero does not silence a NaN: blank what nobody reads before multiplying.
-    compute_dtype = wide(query.dtype)
-    queries = query.to(compute_dtype).masked_fill(~active[:, None, :, None], 0)
-    keys = keys.to(compute_dtype).masked_fill(~attended[:, None, :, None], 0)
-    values = values.to(compute_dtype).masked_fill(~attended[:, None, :, None], 0)
+    hidden = ~visible[:, None]  # [B, 1, Q, M]
+    idle = ~visible.any(dim=2)[:, None, :, None]  # [B, 1, Q, 1]
+    unread = ~visible.any(dim=1)[:, None, :, None]  # [B, 1, M, 1]
 
-    # The H_q / H_k heads that share a key/value head stand next to each other: fold them into its rows.
+    # A weight of zero does not silence a NaN: blank what nobody reads.
+    compute_dtype = wide(query.dtype)
+    queries = query.to(compute_dtype).masked_fill(idle, 0)
+    keys = keys.to(compute_dtype).masked_fill(unread, 0)
+    values = values.to(compute_dtype).masked_fill(unread, 0)
+
+    # The query heads that share a key/value head are neighbours: as rows of one
+    # matrix they meet its keys and values in one product.
     group_rows = H_q // H_k * Q
     scores = queries.reshape(B, H_k, group_rows, D) @ keys.mT * scale
     scores = scores.reshape(B, H_q, Q, M)
-    # An idle query keeps its blank scores here: a softmax over nothing but -inf is NaN.
-    hidden = ~visible[:, None]  # [B, 1, Q, M]
-    scores = scores.masked_fill(hidden & active[:, None, :, None], -math.inf)
+    # An idle query keeps its zeros: a softmax over nothing but -inf is NaN.
+    scores = scores.masked_fill(hidden & ~idle, -math.inf)
     attention = torch.softmax(scores, dim=-1).masked_fill(hidden, 0)
-    context = (attention.reshape(B, H_k, group_rows, M) @ values).reshape(B, H_q, Q, D_v)
+    context = attention.reshape(B, H_k, group_rows, M) @ values
+    context = context.reshape(B, H_q, Q, D_v)
     return attention.to(query.dtype), context.to(query.dtype)
 
 

@@ -77,7 +77,9 @@ class KVCache:
         """
         k, v = _steps("k", k, self.d_k), _steps("v", v, self.d_v)
         if len(k) != len(v):
-            raise ValueError(f"v has {len(v)} steps; it must have as many as k, {len(k)}")
+            raise ValueError(
+                f"v has {len(v)} steps; it must have as many as k, {len(k)}"
+            )
         end = self._len + len(k)
         if end > self._max_len:
             raise ValueError(
@@ -141,12 +143,18 @@ def decode_step(q, cache):
         If the cache is empty, or if q has another shape or a number that is not finite.
     """
     if not isinstance(cache, KVCache):
-        raise TypeError(f"cache was a {type(cache).__name__}; it must be a KVCache")
+        raise TypeError(
+            f"cache was a {type(cache).__name__}; it must be a KVCache"
+        )
     if len(cache) == 0:
-        raise ValueError("cache was empty; it must hold at least one step: append before you attend")
+        raise ValueError(
+            "cache was empty; it must hold at least one step: append first"
+        )
     q = _real("q", q)
     if q.shape != (cache.d_k,):
-        raise ValueError(f"q had shape {q.shape}; it must be ({cache.d_k},), one query of size d_k")
+        raise ValueError(
+            f"q had shape {q.shape}; it must be ({cache.d_k},), one query of size d_k"
+        )
     keys, values = cache._stored()
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         weights = np.exp(_scores_below_best(keys, q))
@@ -155,12 +163,16 @@ def decode_step(q, cache):
 
 
 def _scores_below_best(keys, q):
-    """Return how far each score ``K q / sqrt(d_k)`` lies below the best one: finite or -inf, never NaN."""
+    """Return how far each score ``K q / sqrt(d_k)`` lies below the best one.
+
+    The result is finite or -inf, never NaN.
+    """
     q = q / np.sqrt(len(q))
     scores = keys @ q
     if np.isfinite(scores).all():
         return scores - scores.max()
-    # The products overflow float64: compare scaled-down scores, and scale up their differences.
+    # The products overflow float64: compare scaled-down scores, then scale up
+    # their differences.
     key_size, q_size = np.abs(keys).max(), np.abs(q).max()
     scores = (keys / key_size) @ (q / q_size)
     return (scores - scores.max()) * key_size * q_size

@@ -40,15 +40,15 @@ SENTENCES = {
     "idle": "Query {query} is idle: nothing was appended for it, so it attends no slot.",
 }
 
-# Sums of a few of these still fit int64.
-_LARGEST = 2**60
-
 #: Which slots a query attends: none, only the first, or several.
 QUERY_SENTENCES = {
     "idle": "Query {query} is idle and attends no slot.",
     "one": "Query {query} attends slot 0 only.",
     "many": "Query {query} attends slots 0 to {last}.",
 }
+
+# Sums of a few of these still fit int64.
+_LARGEST = 2**60
 
 
 def may_attend(slot, query, length, count):
