@@ -49,10 +49,11 @@ function h(tag, attributes, ...children) {
 }
 
 // A labelled whole number with - and + buttons. onwant gets the number asked for, within limits or not;
-// the widget decides what it becomes and shows that.
+// the widget decides what it becomes and shows that. Without "off", a browser that goes back to the page
+// would fill in what was typed before, and the number would not be the picture's.
 function stepper(label, spoken, onwant) {
   const input = h("input", {
-    type: "number", inputmode: "numeric", "aria-label": spoken,
+    type: "number", inputmode: "numeric", autocomplete: "off", "aria-label": spoken,
     onchange() {
       const wanted = input.valueAsNumber;
       input.value = shown;

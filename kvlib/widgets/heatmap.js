@@ -89,7 +89,8 @@ function buildHeatmap(model, root, redraw) {
     ].filter(Boolean).join(", "));
   }
 
-  // Radio buttons of one form are one group, so widgets share no names.
+  // Radio buttons of one form are one group, so widgets share no names. It has no label of its own,
+  // which would make it a landmark of the page: its legends say what it is.
   function headChooser() {
     const radio = (i) => h("label", {},
       h("input", { type: "radio", name: "head", value: i, "aria-label": `Head ${i}` }),
@@ -99,7 +100,7 @@ function buildHeatmap(model, root, redraw) {
     const shared = (k) => group(`Heads of KV head ${k}`, range(share).map((i) => k * share + i));
     const groups = share === 1 ? [group("Head", range(heads))] : range(data.n_kv_heads).map(shared);
     return h("form", {
-      class: "kv-heads", "aria-label": "Query head",
+      class: "kv-heads", autocomplete: "off",
       onsubmit: (event) => event.preventDefault(),
       onchange(event) {
         change(model, { head: Number(event.target.value) });

@@ -265,3 +265,24 @@ def test_a_query_keeps_its_label_whole_when_its_cells_scroll_under_it(browser):
             over, under = label.bounding_box(), cell.bounding_box()
             assert over["y"] <= under["y"] and over["height"] >= under["height"]
             assert over["x"] > under["x"] + under["width"]
+
+
+def test_a_reader_who_comes_back_finds_controls_that_agree_with_the_picture(browser):
+    with widget_page(browser, *widgets()) as page:
+        controls = page.locator(".kv-live input")
+        values = "(els) => els.map((el) => (el.type === 'radio' ? el.checked : el.value))"
+        fresh = controls.evaluate_all(values)
+        page.get_by_role("button", name="Append").first.click()
+        page.get_by_role("button", name="Increase Layer").click()
+        page.get_by_role("radio", name="Head 3").check()
+        assert controls.evaluate_all(values) != fresh
+        page.goto("about:blank")
+        page.go_back()
+        page.wait_for_load_state("load")
+        page.evaluate("new Promise(requestAnimationFrame)")
+        assert controls.evaluate_all(values) == fresh
+
+
+def test_a_page_gains_no_landmark_from_its_widgets(browser):
+    with widget_page(browser, *widgets()) as page:
+        assert page.get_by_role("form").count() + page.get_by_role("region").count() == 0
