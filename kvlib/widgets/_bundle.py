@@ -31,6 +31,7 @@ def expression():
         "NAMES": _text.NAMES,
         "GLYPHS": _text.GLYPHS,
         "LABELS": _text.LABELS,
+        "SPACES": _text.SPACES,
         "HEATMAP_CAPTION": _text.HEATMAP_CAPTION,
         "NO_QUERY": _text.NO_QUERY,
     }

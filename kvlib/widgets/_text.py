@@ -17,6 +17,9 @@ LABELS = {
     "idle": "idle query",
 }
 
+#: How the white space of a token is shown: " the" and "the" are different tokens.
+SPACES = {" ": "␣", "\n": "↵", "\t": "⇥"}
+
 HEATMAP_CAPTION = "A row is a query, a column is a cache slot. The weights of a query sum to 1; an idle query has none."
 NO_QUERY = ["No query.", "This call offers no slots, so nothing is appended and nothing attends."]
 

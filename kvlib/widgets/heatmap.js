@@ -27,7 +27,7 @@ const weightText = (weight) => (weight > 0 && weight < 0.00005 ? "below 0.0001" 
 const scoreText = (score) => (Math.abs(score) < 1e6 ? score.toFixed(3) : score.toExponential(3));
 const cellText = (weight) => (weight >= 0.995 ? "1.0" : weight.toFixed(2).slice(1));
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
-const tokenText = (token) => token.replaceAll("\n", "↵").replaceAll("\t", "⇥");
+const tokenText = (token) => token.replace(/[ \n\t]/g, (space) => TEXT.SPACES[space]);
 
 function buildHeatmap(model, root, redraw) {
   const fields = ["layer", "row", "head", "selected"];

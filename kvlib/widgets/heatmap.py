@@ -11,7 +11,7 @@ import numpy as np
 from kvlib import visibility
 from kvlib.widgets._host import Widget, checks, spoken, synced
 from kvlib.widgets._table import table
-from kvlib.widgets._text import GLYPHS, HEATMAP_CAPTION, LABELS, NO_QUERY, explain
+from kvlib.widgets._text import GLYPHS, HEATMAP_CAPTION, LABELS, NO_QUERY, SPACES, explain
 from kvlib.widgets._validation import index, text, whole
 
 #: Scores are shipped as float32, with room for the difference of any two.
@@ -315,7 +315,7 @@ class AttentionHeatmap(Widget):
         after = self.data["lengths"][self.row] + self.data["counts"][self.row]
         if not self.data["tokens"] or slot is None or slot >= after:
             return ""
-        return self.data["tokens"][self.row][slot].replace("\n", "↵").replace("\t", "⇥")
+        return self.data["tokens"][self.row][slot].translate(str.maketrans(SPACES))
 
     def _spoken(self):
         if self.data["shape"][3] == 0:

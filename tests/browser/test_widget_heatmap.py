@@ -67,7 +67,7 @@ def test_a_cell_gives_query_key_score_weight_and_reason(browser, heatmap):
     score = np.random.default_rng(0).normal(size=(2, 2, 4, 3, 6))[0, 0, 0, 1, 1]
     with widget_page(browser, heatmap) as page:
         expect(spoken(page)).to_have_text(
-            "Layer 0, row 0, head 0 of KV head 0, query 1 “ sat”, key in slot 1 “ <b>cat</b>”: "
+            "Layer 0, row 0, head 0 of KV head 0, query 1 “␣sat”, key in slot 1 “␣<b>cat</b>”: "
             f"weight {heatmap.weights()[1, 1]:.4f}, score {score:.3f}. "
             "Slot 1 holds a token appended before query 1 in this call. Query 1 attends slots 0 to 2."
         )
@@ -176,15 +176,15 @@ def test_markup_in_a_token_is_text(browser, heatmap):
             ).count()
             == 0
         )
-        expect(page.locator(".kv-slot small").nth(1)).to_have_text(" <b>cat</b>")
+        expect(page.locator(".kv-slot small").nth(1)).to_have_text("␣<b>cat</b>")
 
 
 def test_an_unused_slot_carries_no_token(browser, heatmap):
     with widget_page(browser, heatmap) as page:
         assert page.locator(".kv-slot small").all_text_contents() == [
             "The",
-            " <b>cat</b>",
-            " sat",
+            "␣<b>cat</b>",
+            "␣sat",
             "↵",
             "",
             "",

@@ -93,11 +93,26 @@ def test_the_theme_is_followed_live(browser):
         assert panel(page) == light
 
 
-def test_the_theme_of_jupyterlab_is_followed(browser):
-    with widget_page(browser, *widgets(), theme="", color_scheme="light") as page:
-        light = panel(page)
-        page.evaluate("document.body.dataset.jpThemeLight = 'false'")
-        assert panel(page) != light
+@pytest.mark.parametrize(
+    "dark, light",
+    [
+        ("body.dataset.jpThemeLight = 'false'", "body.dataset.jpThemeLight = 'true'"),
+        ("body.className = 'vscode-dark'", "body.className = 'vscode-light'"),
+        (
+            "documentElement.setAttribute('theme', 'dark')",
+            "documentElement.setAttribute('theme', 'light')",
+        ),
+    ],
+    ids=["JupyterLab", "VS Code", "Colab"],
+)
+def test_the_theme_of_a_notebook_is_followed_whatever_the_system_prefers(browser, dark, light):
+    grounds = []
+    for scheme, theme in [("light", dark), ("dark", light)]:
+        with widget_page(browser, *widgets(), theme="", color_scheme=scheme) as page:
+            before = panel(page)
+            page.evaluate(f"document.{theme}")
+            grounds.append((before, panel(page)))
+    assert grounds[0] == grounds[1][::-1] and grounds[0][0] != grounds[0][1]
 
 
 def test_without_a_theme_the_system_decides(browser):
@@ -150,6 +165,40 @@ def test_nothing_moves_while_cells_are_visited_and_numbers_are_refused(browser, 
                 assert page.locator(".kv-say:visible").evaluate_all(
                     "(els) => els.every((el) => el.scrollHeight <= el.clientHeight)"
                 )
+
+
+@pytest.mark.parametrize("width", [320, 360])
+def test_on_a_phone_the_picture_and_its_sentence_come_before_what_changes_them(browser, width):
+    phone = {"viewport": {"width": width, "height": 740}, "has_touch": True, "is_mobile": True}
+    with widget_page(browser, widgets()[0], **phone) as page:
+        parts = [
+            ".kv-title",
+            ".kv-grid",
+            "[aria-label='Row 0, length before the call']",
+            ".kv-say",
+            "[aria-label='Capacity, slots per row']",
+            ".kv-key",
+        ]
+        tops = [page.locator(f".kv-live {part}").first.bounding_box()["y"] for part in parts]
+        assert tops == sorted(tops)
+        pairs = [("Row 0, length", "Row 0, slots"), ("Capacity", "Offered per call")]
+        for names in pairs:
+            one, other = (page.get_by_role("spinbutton", name=name).bounding_box() for name in names)
+            assert one["y"] == other["y"]
+
+
+def test_fifteen_tokens_fit_a_page_column_of_the_book(browser):
+    heatmap = AttentionHeatmap(np.zeros((15, 15)), [0], [15], tokens=tokens(15))
+    with widget_page(browser, f'<div style="width: 688px">{heatmap.html()}</div>') as page:
+        box = page.locator(".kv-live .kv-scroll")
+        assert box.evaluate("(box) => box.scrollWidth <= box.clientWidth")
+
+
+def test_forced_colours_keep_the_weights_and_the_chosen_head_apart(browser):
+    with widget_page(browser, widgets()[2], forced_colors="active") as page:
+        ground = "(els) => new Set(els.map((el) => getComputedStyle(el).backgroundColor)).size"
+        assert page.locator(".kv-live .kv-scale .kv-cell").evaluate_all(ground) == 5
+        assert page.locator(".kv-live .kv-heads label").evaluate_all(ground) == 2
 
 
 def test_reduced_motion_stops_transitions(browser):
