@@ -131,6 +131,14 @@ def test_a_page_never_scrolls_sideways_on_a_phone(open_page, name, width):
     assert page.evaluate(SIDEWAYS) == []
 
 
+@pytest.mark.parametrize("width, height", [(1280, 800), (360, 740)])
+def test_the_first_page_shows_its_first_picture_in_the_first_screenful(open_page, width, height):
+    touch = width < 400
+    page, _ = open_page(PAGES[0], width=width, height=height, has_touch=touch, is_mobile=touch)
+    selected = page.locator("kv-widget [aria-selected]").first.bounding_box()
+    assert selected["y"] + selected["height"] <= height
+
+
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("name", PAGES)
 def test_all_text_stands_out_from_its_ground(open_page, name, theme):
