@@ -89,7 +89,8 @@ def kv_cache_attention_step(
     twice in query, new keys and values, and both caches.
     """
     scale = _validate(
-        query, new_key, new_value, key_cache, value_cache, lengths, append_mask, options
+        query, new_key, new_value, key_cache, value_cache,
+        lengths, append_mask, options,
     )
     Q, M = query.shape[2], key_cache.shape[2]
     old_lengths, counts = lengths.long(), append_mask.sum(dim=1)  # [B]
@@ -121,7 +122,8 @@ def _visible(lengths, counts, n_queries, capacity):
     """Return which slot each query may attend, [B, Q, M]."""
     slot = torch.arange(capacity, device=lengths.device)
     query = torch.arange(n_queries, device=lengths.device)[:, None]
-    return may_attend(slot, query, lengths[:, None, None], counts[:, None, None])
+    length, count = lengths[:, None, None], counts[:, None, None]
+    return may_attend(slot, query, length, count)
 
 
 def _attend(query, keys, values, visible, scale):

@@ -173,19 +173,21 @@ class Llama:
             the message names the argument.
         """
         self._check_call(tokens, cache, append_mask)
-        # A token's position is the slot it lands in, so every row counts for itself.
+        # A token's position is its slot, so every row counts for itself.
         positions = cache.lengths[:, None] + torch.arange(tokens.shape[1])  # [B, Q]
         angles = self._angles(positions)  # [B, 1, Q, D / 2]
         keys, values, queries, weights = [], [], [], []
 
         x = self.embedding[tokens]  # [B, Q, E]
-        for layer, key_cache, value_cache in zip(self.layers, cache.keys, cache.values):
+        for layer, *caches in zip(self.layers, cache.keys, cache.values):
             h = self._norm(x, layer.attn_norm)
-            query = _rotate(_split(linear(h, layer.attn_q), self.config.n_heads), angles)
-            key = _rotate(_split(linear(h, layer.attn_k), self.config.n_kv_heads), angles)
+            query = _split(linear(h, layer.attn_q), self.config.n_heads)
+            key = _split(linear(h, layer.attn_k), self.config.n_kv_heads)
             value = _split(linear(h, layer.attn_v), self.config.n_kv_heads)
-            caches = key_cache, value_cache, cache.lengths
-            step = kv_cache_attention_step(query, key, value, *caches, append_mask, options={})
+            query, key = _rotate(query, angles), _rotate(key, angles)
+            step = kv_cache_attention_step(
+                query, key, value, *caches, cache.lengths, append_mask, options={}
+            )
             x = x + linear(_join(step["context"]), layer.attn_output)
 
             h = self._norm(x, layer.ffn_norm)
@@ -417,7 +419,8 @@ def _rotate(x, angles):
     """
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = angles.cos(), angles.sin()
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    turned = even * cos - odd * sin, even * sin + odd * cos
+    return torch.stack(turned, dim=-1).flatten(-2)
 
 
 def _split(x, n_heads):

@@ -83,8 +83,8 @@ class KVCache:
         end = self._len + len(k)
         if end > self._max_len:
             raise ValueError(
-                f"k and v add {len(k)} steps to the {self._len} stored, {end} in all; "
-                f"they must fit in max_len, {self._max_len}"
+                f"k and v add {len(k)} steps to the {self._len} stored, "
+                f"{end} in all; they must fit in max_len, {self._max_len}"
             )
         self._keys[self._len : end] = k
         self._values[self._len : end] = v
@@ -153,7 +153,8 @@ def decode_step(q, cache):
     q = _real("q", q)
     if q.shape != (cache.d_k,):
         raise ValueError(
-            f"q had shape {q.shape}; it must be ({cache.d_k},), one query of size d_k"
+            f"q had shape {q.shape}; it must be ({cache.d_k},), "
+            "one query of size d_k"
         )
     keys, values = cache._stored()
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):

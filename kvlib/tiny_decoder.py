@@ -121,7 +121,7 @@ class TinyDecoder:
             cache.append(k, v)
             work.bytes_moved += k.nbytes + v.nbytes  # written, ...
             context, attention = decode_step(q, cache)
-            work.bytes_moved += len(cache) * (k.nbytes + v.nbytes)  # ... then all read
+            work.bytes_moved += len(cache) * (k.nbytes + v.nbytes)  # ... all read
             work.scores += attention.size
             work.visible_scores += attention.size
             x = _finish(x, context, layer)

@@ -365,8 +365,8 @@ LLAMA = [
     ),
     (
         "keys are stored without their position",
-        "key = _rotate(_split(linear(h, layer.attn_k), self.config.n_kv_heads), angles)",
-        "key = _split(linear(h, layer.attn_k), self.config.n_kv_heads)",
+        "query, key = _rotate(query, angles), _rotate(key, angles)",
+        "query = _rotate(query, angles)",
     ),
     (
         "halves are rotated in place of neighbours",

@@ -9,6 +9,7 @@ from bookpages import PAGES, ROOT
 from bs4 import BeautifulSoup
 
 STRAY_MATHS = re.compile(r"\$[^$\n]+\$|\\\(|\\\[|\\(?:frac|sqrt|sum|exp|top|le|cdot|text|begin)\b")
+COLUMN = 80  # characters of code that the page's column holds on a screen of 1280 px
 NOT_PROSE = ["script", "style", ".math", ".cell_input", "code", "pre"]
 
 
@@ -48,6 +49,13 @@ def test_every_output_of_a_page_is_on_the_page(built_book, soups, page):
     shown = [cell for cell in cells if cell.outputs and not hidden & set(cell.metadata.get("tags", []))]
     assert shown
     assert len(soup_of(soups, built_book, page).select("div.cell_output")) == len(shown)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_and_printed_lines_fit_their_column(built_book, soups, page):
+    texts = [pre.get_text() for pre in soup_of(soups, built_book, page).select("div.cell pre")]
+    assert texts
+    assert [line for text in texts for line in text.splitlines() if len(line) > COLUMN] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
