@@ -27,9 +27,10 @@ def small_book(tmp_path):
     return tmp_path
 
 
-def write_page(folder, name, code, prose=""):
+def write_page(folder, name, code, prose="", title=None):
     note = f"from pathlib import Path\nwith Path('runs.txt').open('a') as runs: print('{name}', file=runs)"
-    text = f"{HEADER}\n# Page {name}\n\n{prose}\n\n```{{code-cell}} ipython3\n{note}\n{code}\n```\n"
+    title = title or f"Page {name}"
+    text = f"{HEADER}\n# {title}\n\n{prose}\n\n```{{code-cell}} ipython3\n{note}\n{code}\n```\n"
     (folder / "book" / f"{name}.md").write_text(text, encoding="utf8")
 
 
@@ -80,6 +81,29 @@ def test_a_page_runs_again_when_its_library_code_changed_and_only_then(small_boo
     assert code == 0, log
     assert new_runs(small_book) == []
     assert page.read_text(encoding="utf8") != before, "the page still names the old style sheet"
+
+
+def test_a_renamed_page_leaves_nothing_behind_and_shows_in_every_sidebar(small_book):
+    html = small_book / "_build" / "html"
+    code, log = build(small_book)
+    assert code == 0, log
+    assert (html / "_sources" / "book" / "two.ipynb").exists()
+
+    (small_book / "book" / "two.md").unlink()
+    write_page(small_book, "three", "import kvlib")
+    toc = small_book / "_toc.yml"
+    toc.write_text(toc.read_text("utf8").replace("book/two", "book/three"), "utf8")
+    code, log = build(small_book)
+    assert code == 0, log
+    assert [path.name for path in html.rglob("two.*")] == []
+    first = (html / "book" / "one.html").read_text(encoding="utf8")
+    assert "Page three" in first
+    assert "Page two" not in first
+
+    write_page(small_book, "one", "import kvlib", title="A new title")
+    code, log = build(small_book)
+    assert code == 0, log
+    assert "A new title" in (html / "book" / "three.html").read_text(encoding="utf8")
 
 
 @pytest.mark.parametrize(

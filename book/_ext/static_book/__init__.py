@@ -1,16 +1,17 @@
 """Make the built book a folder of its own: no kernel, no other site, no dead button.
 
-Four things a stock Jupyter Book does not do:
+Five things a stock Jupyter Book does not do:
 
 - a page runs again when, and only when, its cells or the `kvlib` modules they use changed (`reruns`);
 - widgets and maths load from the book's own folder, on the pages that hold some (`assets`);
 - every page offers its executed notebook for download (`notebooks`);
+- a page that leaves the book leaves the built folder, too (`leftovers`);
 - the live-code extension, which needs another site, is taken out.
 """
 
 import os
 
-from static_book import assets, notebooks, reruns
+from static_book import assets, leftovers, notebooks, reruns
 
 
 def setup(app):
@@ -19,6 +20,7 @@ def setup(app):
     reruns.connect(app)
     assets.connect(app)
     notebooks.connect(app)
+    leftovers.connect(app)
     # What `reruns` keeps in the environment is not merged from parallel readers.
     return {"parallel_read_safe": False, "parallel_write_safe": True}
 

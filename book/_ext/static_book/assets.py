@@ -44,13 +44,18 @@ def write_mathjax(app):
 
 
 def pages_to_write_again(app, env):
-    """Return every page when a script or a style sheet changed, since pages name them by digest."""
+    """Return every page when something changed that each of them shows.
+
+    That is a script or a style sheet, which pages name by digest, and the contents in the sidebar.
+    """
     digest = hashlib.sha256(b"".join(_widget_files().values()))
+    digest.update(Path(app.confdir, app.config.external_toc_path).read_bytes())
+    digest.update(repr(sorted((page, title.astext()) for page, title in env.titles.items())).encode("utf8"))
     for folder in app.config.html_static_path:
         for path in sorted(Path(app.confdir, folder).rglob("*.*")):
             digest.update(path.read_bytes())
-    known, env.asset_digest = getattr(env, "asset_digest", None), digest.hexdigest()
-    return [] if known == env.asset_digest else sorted(env.found_docs)
+    known, env.shared_digest = getattr(env, "shared_digest", None), digest.hexdigest()
+    return [] if known == env.shared_digest else sorted(env.found_docs)
 
 
 def load_what_the_page_needs(app, page, template, context, doctree):
