@@ -23,10 +23,14 @@ NO_BROWSER = (
     "No browser found: install Chromium, Chrome or Edge, or run 'playwright install chromium', "
     "or name a browser's file in KVLIB_BROWSER."
 )
+
+
 def installed_browser():
     """Return the file of an installed browser of Chromium's family, or None."""
     named = os.environ.get("KVLIB_BROWSER")
     if named:
+        if not shutil.which(named):
+            raise RuntimeError(f"KVLIB_BROWSER was {named!r}; it must be the file of a browser.")
         return named
     homes = [Path("/Applications"), Path.home() / "Applications"]
     applications = [home / name for home in homes for name in MAC_APPLICATIONS]

@@ -14,8 +14,15 @@ def bare_machine(monkeypatch, tmp_path):
 
 
 def test_a_browser_named_in_the_environment_comes_first(bare_machine, monkeypatch):
+    monkeypatch.setattr(find_browser.shutil, "which", lambda name: name)
     monkeypatch.setenv("KVLIB_BROWSER", "/opt/browser")
     assert find_browser.find_browser("missing") == "/opt/browser"
+
+
+def test_a_browser_named_in_the_environment_that_is_not_there_is_refused(bare_machine, monkeypatch):
+    monkeypatch.setenv("KVLIB_BROWSER", "/nonexistent")
+    with pytest.raises(RuntimeError, match="KVLIB_BROWSER was '/nonexistent'"):
+        find_browser.find_browser(__file__)
 
 
 @pytest.mark.parametrize("name", ["chromium", "google-chrome", "microsoft-edge"])
