@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def bind_sizes(shapes, tensors):
+def bind_sizes(shapes, tensors, may_be_zero):
     """Give every letter of the shape alphabet its size, and check that all tensors agree on it.
 
     Parameters
@@ -14,6 +14,8 @@ def bind_sizes(shapes, tensors):
         The letters of each argument's shape, such as ``{"query": "B H_q Q D"}``.
     tensors : dict of str to torch.Tensor
         The arguments.
+    may_be_zero : collection of str
+        The letters that may stand for a size of 0.
 
     Returns
     -------
@@ -23,16 +25,18 @@ def bind_sizes(shapes, tensors):
     Raises
     ------
     TypeError
-        If an argument is not a tensor.
+        If an argument is not a tensor, or not a dense one.
     ValueError
-        If an argument has another number of dimensions, a size that differs from that of an
-        argument before it, or another device than the first.
+        If an argument has another number of dimensions, a size of 0, a size that differs from
+        that of an argument before it, or another device than the first.
     """
     sizes, bound_by = {}, {}
     for name, letters in shapes.items():
         tensor, letters = tensors[name], letters.split()
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} was a {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} had layout {tensor.layout}; it must be dense, torch.strided")
         shape, expected = tuple(tensor.shape), f"({', '.join(letters)})"
         if len(shape) != len(letters):
             raise ValueError(f"{name} had shape {shape}; it must have {len(letters)} dimensions, {expected}")
@@ -43,6 +47,10 @@ def bind_sizes(shapes, tensors):
                     f"with {letter} = {sizes[letter]}, as in {bound_by[letter]}"
                 )
             bound_by.setdefault(letter, name)
+            if size == 0 and letter not in may_be_zero:
+                raise ValueError(
+                    f"{name} had shape {shape}, {letter} = 0; it must be {expected} with {letter} = 1 or more"
+                )
     require_same("device", tensors)
     return sizes
 

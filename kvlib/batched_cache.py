@@ -77,16 +77,17 @@ def kv_cache_attention_step(
     TypeError
         If an argument has the wrong type or a dtype of the wrong kind.
     ValueError
-        If shapes, dtypes or devices disagree; if H_q is not a multiple of H_k; if lengths,
-        the append mask or the scale are out of range; or if a row would overflow. The
-        message names the argument, what it was, and what it must be.
+        If shapes, dtypes or devices disagree; if a size other than Q is 0; if H_q is not a
+        multiple of H_k; if lengths, the append mask or the scale are out of range; or if a
+        row would overflow. The message names the argument, what it was, and what it must be.
 
     Notes
     -----
     Scores, softmax and context are computed in float32, or in float64 for float64 inputs,
     and returned in the dtype of the inputs. What unused and not appended slots hold, NaN
-    included, reaches no output but the copied caches, and no gradient. Differentiable
-    twice in query, new keys and values, and both caches.
+    included, reaches no output but the copied caches, and no gradient. Live numbers must be
+    finite, and so must scores in that precision; this is not checked. Differentiable twice
+    in query, new keys and values, and both caches.
     """
     scale = _validate(
         query, new_key, new_value, key_cache, value_cache,
@@ -161,11 +162,9 @@ def _validate(query, new_key, new_value, key_cache, value_cache, lengths, append
         "key_cache": key_cache,
         "value_cache": value_cache,
     }
-    sizes = bind_sizes(_SHAPES, floats | {"lengths": lengths, "append_mask": append_mask})
+    tensors = floats | {"lengths": lengths, "append_mask": append_mask}
+    sizes = bind_sizes(_SHAPES, tensors, may_be_zero={"Q"})
     require_floating_alike(floats)
-    for letter in ("B", "H_q", "H_k", "M", "D", "D_v"):
-        if sizes[letter] < 1:
-            raise ValueError(f"{letter} was 0; it must be 1 or more")
     if sizes["H_q"] % sizes["H_k"]:
         raise ValueError(
             f"query had H_q = {sizes['H_q']} heads; it must have a multiple of the "

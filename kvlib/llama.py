@@ -257,6 +257,7 @@ class Llama:
         bind_sizes(
             {"cache.lengths": "B", "tokens": "B Q", "append_mask": "B Q"},
             {"cache.lengths": cache.lengths, "tokens": tokens, "append_mask": append_mask},
+            may_be_zero={"Q"},
         )
         if tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
             raise TypeError(f"tokens had dtype {tokens.dtype}; it must be an integer dtype")

@@ -51,7 +51,8 @@ def kv_cache_step(
     TypeError
         If an argument is not a tensor of a floating dtype, or the cache is not a pair.
     ValueError
-        If shapes, dtypes or devices disagree, or if there is not exactly one new token.
+        If shapes, dtypes or devices disagree, if a size other than T is 0, or if there is not
+        exactly one new token.
     """
     _validate(q_new, k_new, v_new, cache)
     if cache is None:
@@ -73,16 +74,13 @@ def _validate(q_new, k_new, v_new, cache):
             raise TypeError(f"cache was {_what(cache)}; it must be a tuple (keys, values), or None")
         shapes = shapes | _CACHE_SHAPES
         tensors |= {"cache[0]": cache[0], "cache[1]": cache[1]}
-    sizes = bind_sizes(shapes, tensors)
+    sizes = bind_sizes(shapes, tensors, may_be_zero={"Q", "T"})
     require_floating_alike(tensors)
     if sizes["Q"] != 1:
         raise ValueError(
             f"q_new, k_new and v_new held {sizes['Q']} new tokens; they must hold exactly 1: this step has "
             "no mask, so the first of several tokens would attend the later ones, its own future"
         )
-    for letter in ("B", "D", "D_v"):
-        if sizes[letter] < 1:
-            raise ValueError(f"{letter} was 0; it must be 1 or more")
 
 
 def _what(value):

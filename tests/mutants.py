@@ -210,7 +210,6 @@ TUPLE = [
     ("several new tokens are taken", 'if sizes["Q"] != 1:', 'if sizes["Q"] < 1:'),
     ("a list is a cache", "not isinstance(cache, tuple) or", "not isinstance(cache, (tuple, list)) or"),
     ("mixed dtypes are taken", "    require_floating_alike(tensors)\n", ""),
-    ("sizes of zero are taken", "        if sizes[letter] < 1:", "        if sizes[letter] < 0:"),
 ]
 
 BATCHED = [
@@ -299,9 +298,19 @@ BATCHED = [
         "context = attention.to(query.dtype).to(compute_dtype).reshape",
     ),
     ("weights cut gradients", "context = attention.reshape", "context = attention.detach().reshape"),
+    (
+        "returned weights carry no gradient",
+        "return attention.to(query.dtype),",
+        "return attention.detach().to(query.dtype),",
+    ),
+    ("very small scales are refused", "if not limits.tiny <= number", "if not 1e-30 <= number"),
+    (
+        "the scale must fit float32 in float64, too",
+        'sizes["D"], wide(query.dtype))',
+        'sizes["D"], torch.float32)',
+    ),
     ("head counts need not divide", 'if sizes["H_q"] % sizes["H_k"]:', "if False:"),
     ("mixed dtypes are taken", "    require_floating_alike(floats)\n", ""),
-    ("sizes of zero are taken", "        if sizes[letter] < 1:", "        if sizes[letter] < 0:"),
     ("negative lengths are taken", "if not 0 <= length <= capacity:", "if not length <= capacity:"),
     ("a full row is refused", "if not 0 <= length <= capacity:", "if not 0 <= length < capacity:"),
     ("any append mask is taken", "if not all(appended[:count]):", "if False:"),
@@ -338,6 +347,8 @@ TENSORS = [
         "if len(shape) != len(letters):",
         "if len(shape) > len(letters):",
     ),
+    ("sizes of zero are taken", "if size == 0 and letter", "if size < 0 and letter"),
+    ("sparse tensors are taken", "if tensor.layout != torch.strided:", "if False:"),
     ("mixed devices are taken", '    require_same("device", tensors)\n', ""),
     (
         "integers are computed with",

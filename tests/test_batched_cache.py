@@ -249,22 +249,28 @@ class TestBadInput:
             kv_cache_attention_step(**args)
 
     @pytest.mark.parametrize(
-        ("letter", "sizes"),
+        ("letter", "name", "sizes"),
         [
-            ("H_q", {"H_q": 0}),
-            ("H_k", {"H_k": 0}),
-            ("D", {"D": 0}),
-            ("D_v", {"D_v": 0}),
+            ("B", "query", {"lengths": [], "counts": []}),
+            ("H_q", "query", {"H_q": 0}),
+            ("D", "query", {"D": 0}),
+            ("H_k", "new_key", {"H_k": 0}),
+            ("D_v", "new_value", {"D_v": 0}),
+            ("M", "key_cache", {"capacity": 0}),
         ],
     )
-    def test_sizes_of_zero_are_refused(self, letter, sizes):
-        self.refuses(
-            batch([0], [0], 1, 2, **sizes), ValueError, f"^{letter} was 0; it must be 1 or more"
-        )
+    def test_sizes_of_zero_are_refused(self, letter, name, sizes):
+        args = batch(**{"lengths": [0], "counts": [0], "n_queries": 1, "capacity": 2} | sizes)
+        shape = re.escape(str(tuple(args[name].shape)))
+        words = rf"^{name} had shape {shape}, {letter} = 0; it must be .* with {letter} = 1 or more"
+        self.refuses(args, ValueError, words)
 
-    def test_an_empty_batch_and_an_empty_buffer_are_refused(self):
-        self.refuses(batch([], [], 1, 2), ValueError, "^B was 0; it must be 1 or more")
-        self.refuses(batch([0], [0], 1, 0), ValueError, "^M was 0; it must be 1 or more")
+    @pytest.mark.parametrize("name", [*FLOATS, "lengths", "append_mask"])
+    def test_sparse_tensors_are_refused(self, name):
+        args = valid()
+        args[name] = args[name].to_sparse()
+        with pytest.raises(TypeError, match=f"^{name} had layout torch.sparse_coo; it must be dense"):
+            kv_cache_attention_step(**args)
 
     @pytest.mark.parametrize(("H_q", "H_k"), [(3, 2), (2, 3), (1, 2), (5, 4)])
     def test_head_counts_that_do_not_divide_are_refused(self, H_q, H_k):
@@ -630,6 +636,16 @@ class TestAttention:
         assert result["context"].isfinite().all()
 
     @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+    def test_the_scale_may_be_as_small_and_as_large_as_the_computation_can_hold(self, dtype):
+        args = batch(**RAGGED, dtype=dtype)
+        args["query"].zero_()
+        limits = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+        expected = kv_cache_attention_step(**args)
+        for scale in (limits.tiny, limits.max):
+            result = kv_cache_attention_step(**args | {"options": {"scale": scale}})
+            assert_same_bits(result["context"], expected["context"])
+
+    @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
     def test_large_scores_stay_finite(self, dtype):
         args = batch(**RAGGED, dtype=dtype)
         args |= {name: args[name] * 1e3 for name in ("query", "new_key", "key_cache")}
@@ -785,6 +801,8 @@ class TestGradients:
     @pytest.mark.parametrize("options", [{}, {"scale": 0.3}])
     def test_first_derivatives_are_those_of_finite_differences(self, shape, options):
         args = with_gradients(batch(**self.shapes[shape], **options))
+        outputs = self.step_of(args)(*(args[name] for name in FLOATS))
+        assert all(output.requires_grad for output in outputs)  # gradcheck skips those that do not
         assert gradcheck(self.step_of(args), [args[name] for name in FLOATS])
 
     @pytest.mark.parametrize("shape", shapes)

@@ -337,11 +337,16 @@ class TestBadInput:
         assert all(x._version == version and x.shape == shape for x, version, shape in before)
 
     @pytest.mark.parametrize(
-        ("letter", "shape"), [("B", (0, 1, 4, 3)), ("D", (2, 1, 0, 3)), ("D_v", (2, 1, 4, 0))]
+        ("letter", "name", "shape"),
+        [
+            ("B", "q_new", (0, 1, 4, 3)),
+            ("D", "q_new", (2, 1, 0, 3)),
+            ("D_v", "v_new", (2, 1, 4, 0)),
+        ],
     )
-    def test_sizes_of_zero_are_refused(self, letter, shape):
+    def test_sizes_of_zero_are_refused(self, letter, name, shape):
         q, k, v = sequence(*shape)
-        with pytest.raises(ValueError, match=f"^{letter} was 0; it must be 1 or more"):
+        with pytest.raises(ValueError, match=f"^{name} had .* {letter} = 0; .* {letter} = 1 or more"):
             kv_cache_step(q, k, v, None)
 
 
