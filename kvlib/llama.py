@@ -172,7 +172,7 @@ class Llama:
             If the arguments do not fit each other, or a row would overflow the cache;
             the message names the argument.
         """
-        self._check_call(tokens, cache, append_mask)
+        tokens = self._checked_tokens(tokens, cache, append_mask)
         # A token's position is its slot, so every row counts for itself.
         positions = cache.lengths[:, None] + torch.arange(tokens.shape[1])  # [B, Q]
         angles = self._angles(positions)  # [B, 1, Q, D / 2]
@@ -253,19 +253,23 @@ class Llama:
         turns_per_slot = self.config.rope_base ** -(torch.arange(0, D, 2) / D)  # [D / 2]
         return positions[:, None, :, None] * turns_per_slot
 
-    def _check_call(self, tokens, cache, append_mask):
+    def _checked_tokens(self, tokens, cache, append_mask):
+        """Return the tokens as int64, the only integers that always index, if they fit the rest."""
+        _require_cache(cache)
         bind_sizes(
             {"cache.lengths": "B", "tokens": "B Q", "append_mask": "B Q"},
             {"cache.lengths": cache.lengths, "tokens": tokens, "append_mask": append_mask},
             may_be_zero={"Q"},
         )
-        if tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
+        if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
             raise TypeError(f"tokens had dtype {tokens.dtype}; it must be an integer dtype")
+        tokens = tokens.long()
         if ((tokens < 0) | (tokens >= self.config.n_vocab)).any():
             raise ValueError(
                 f"tokens held ids from {tokens.min()} to {tokens.max()}; "
                 f"they must be from 0 to {self.config.n_vocab - 1}"
             )
+        return tokens
 
 
 def prefill(model, prompts, cache, *, chunk=None, progress=True):
@@ -296,6 +300,11 @@ def prefill(model, prompts, cache, *, chunk=None, progress=True):
     """
     tokens, offered = _pad(prompts, model.config.n_vocab)
     counts = offered.sum(dim=1)
+    _require_cache(cache)
+    if len(prompts) != len(cache.lengths):
+        raise ValueError(
+            f"prompts held {len(prompts)} prompts; it must hold one for each of the {len(cache.lengths)} rows of cache"
+        )
     _require_room(cache.lengths + counts, cache.capacity)
     chunk = tokens.shape[1] if chunk is None else whole_number("chunk", chunk, least=1)
 
@@ -346,7 +355,7 @@ def generate(model, prompts, max_new_tokens, *, capacity=None, chunk=None, stop=
     needed = counts + max_new_tokens - 1  # the last new token is never fed
     cache = model.new_cache(len(prompts), needed.max().item() if capacity is None else capacity)
     _require_room(needed, cache.capacity)
-    stop = torch.tensor(list(model.stop_tokens if stop is None else stop), dtype=torch.int64)
+    stop = _stop_ids(model.stop_tokens if stop is None else stop)
 
     logits, cache = prefill(model, prompts, cache, chunk=chunk, progress=progress)
     tokens, margins = [[] for _ in prompts], [[] for _ in prompts]
@@ -436,10 +445,12 @@ def _join(x):
 
 def _pad(prompts, n_vocab):
     """Return prompts as a table of ids [B, T], and where it holds a prompt rather than padding."""
+    if not hasattr(prompts, "__len__"):
+        raise TypeError(f"prompts was {prompts!r}; it must be a sequence of prompts")
     if len(prompts) == 0:
         raise ValueError("prompts was empty; it must hold at least one prompt")
     for row, prompt in enumerate(prompts):
-        if isinstance(prompt, (str, int)):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
             raise TypeError(
                 f"prompts[{row}] was {prompt!r}; it must be a sequence of token ids, as Llama.encode returns"
             )
@@ -457,6 +468,21 @@ def _pad(prompts, n_vocab):
     tokens = torch.zeros(offered.shape, dtype=torch.int64)
     tokens[offered] = torch.tensor([token for prompt in prompts for token in prompt])
     return tokens, offered
+
+
+def _stop_ids(stop):
+    """Return token ids as a tensor."""
+    try:
+        ids = list(stop)
+    except TypeError:
+        raise TypeError(f"stop was {stop!r}; it must be a collection of token ids") from None
+    ids = [whole_number(f"stop[{place}]", token) for place, token in enumerate(ids)]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _require_cache(cache):
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache was a {type(cache).__name__}; it must be a Cache, as Llama.new_cache returns")
 
 
 def _require_room(needed, capacity):

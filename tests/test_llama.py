@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from cases import INTEGERS
 
 from kvlib import llama
 
@@ -437,9 +438,9 @@ def test_capacity_is_just_what_the_longest_prompt_needs_unless_given(model):
     assert roomy.tokens == llama.generate(model, PROMPTS, 5, stop=()).tokens
 
 
-def test_cache_nbytes_is_what_the_buffers_occupy(model):
-    cache = model.new_cache(3, 10)
-    assert cache.nbytes == 2 * 3 * 2 * 10 * (6 + 6) * 4
+def test_cache_nbytes_is_what_the_buffers_occupy(tmp_path):
+    model = llama.load(write_llama(tmp_path / "model.gguf", L=2, H_k=2, D=6, D_v=4))
+    assert model.new_cache(3, 10).nbytes == 2 * 3 * 2 * 10 * (6 + 4) * 4
 
 
 # Refusals while running: nothing may have run
@@ -469,6 +470,10 @@ def forbidden_kernel(monkeypatch):
         ({"prompts": [[0.5]]}, TypeError, r"prompts\[0\]\[0\] was 0.5; it must be a whole number"),
         ({"prompts": "hello"}, TypeError, r"prompts\[0\] was 'h'; it must be a sequence of token ids"),
         ({"prompts": [5, 9]}, TypeError, r"prompts\[0\] was 5; it must be a sequence of token ids"),
+        ({"prompts": None}, TypeError, "prompts was None; it must be a sequence of prompts"),
+        ({"stop": 5}, TypeError, "stop was 5; it must be a collection of token ids"),
+        ({"stop": "ab"}, TypeError, r"stop\[0\] was 'a'; it must be a whole number"),
+        ({"stop": [0, 0.5]}, TypeError, r"stop\[1\] was 0.5; it must be a whole number"),
     ],
 )
 def test_generate_refuses_before_anything_runs(model, forbidden_kernel, arguments, error, message):
@@ -485,6 +490,25 @@ def test_prefill_refuses_an_overflow_of_a_warm_cache_before_anything_runs(model,
         llama.prefill(model, [[5, 9, 3], [7]], cache, chunk=1)
 
 
+def test_prefill_refuses_a_cache_that_does_not_fit_the_prompts(model, forbidden_kernel):
+    with pytest.raises(ValueError, match="prompts held 3 prompts; it must hold one for each of the 2 rows"):
+        llama.prefill(model, PROMPTS, model.new_cache(2, 8))
+    with pytest.raises(TypeError, match="cache was a NoneType; it must be a Cache"):
+        llama.prefill(model, PROMPTS, None)
+
+
+def test_forward_refuses_a_cache_of_another_kind(model):
+    with pytest.raises(TypeError, match="cache was a tuple; it must be a Cache"):
+        model.forward(torch.tensor([[5]]), (torch.zeros(1), torch.zeros(1)), torch.tensor([[True]]))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_tokens_may_have_any_integer_dtype(model, dtype):
+    tokens, cache, mask = torch.tensor([[5, 9]]), model.new_cache(1, 4), torch.ones(1, 2, dtype=torch.bool)
+    expected = model.forward(tokens, cache, mask)
+    assert torch.equal(model.forward(tokens.to(dtype), cache, mask).hidden, expected.hidden)
+
+
 @pytest.mark.parametrize(
     ("tokens", "mask", "error", "message"),
     [
@@ -497,6 +521,7 @@ def test_prefill_refuses_an_overflow_of_a_warm_cache_before_anything_runs(model,
         ([[-1], [1]], [[True], [True]], ValueError, "tokens held ids from -1 to 1"),
         ([[0.5], [1]], [[True], [True]], TypeError, "tokens had dtype torch.float32"),
         ([[True], [False]], [[True], [True]], TypeError, "tokens had dtype torch.bool"),
+        ([[1j], [1]], [[True], [True]], TypeError, "tokens had dtype torch.complex64"),
         ([[1]], [[True]], ValueError, r"tokens had shape \(1, 1\)"),
         ([1, 2], [[True], [True]], ValueError, r"tokens had shape \(2,\)"),
         ([[1], [2]], [[True, True], [True, True]], ValueError, r"append_mask had shape \(2, 2\)"),
@@ -588,6 +613,10 @@ def test_a_file_without_the_sizes_is_refused(tmp_path, key):
             {"llama.rope.dimension_count": 4},
             "llama.rope.dimension_count was 4; it must be even, and D = 6",
         ),
+        (
+            {"llama.attention.key_length": 5, "llama.rope.dimension_count": 5},
+            "llama.rope.dimension_count was 5; it must be even, and D = 5",
+        ),
         ({"llama.attention.head_count_kv": 3}, "H_q = 4 and H_k = 3; H_q must be a multiple of H_k"),
         ({"llama.attention.head_count": [4, 4]}, r"head_count was \[4, 4\]; it must be a whole number"),
         ({"llama.attention.head_count": 0}, "head_count was 0; it must be 1 or more"),
@@ -609,10 +638,21 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path, metadata, m
             r"blk.0.ffn_up.weight had shape \(16, 20\); it must be \(20, 16\)",
         ),
         ({"output_norm.weight": np.full(16, np.nan, np.float32)}, "output_norm.weight holds NaN"),
+        ({"output_norm.weight": np.float32([1] * 15 + [np.inf])}, "output_norm.weight holds NaN or inf"),
     ],
 )
 def test_a_file_whose_tensors_do_not_fit_is_refused(tmp_path, tensors, message):
     refused(write_llama(tmp_path / "model.gguf", tensors=tensors), message)
+
+
+def test_what_a_file_may_leave_out_has_its_usual_value(tmp_path):
+    sizes = {"H_q": 4, "H_k": 4, "D": 4, "E": 16}
+    spelled_out = write_llama(tmp_path / "long.gguf", **sizes, metadata={"llama.rope.freq_base": 10000.0})
+    optional = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    optional += ("rope.freq_base", "rope.dimension_count")
+    left_out = {f"llama.{key}": None for key in optional}
+    short = write_llama(tmp_path / "short.gguf", **sizes, metadata=left_out)
+    assert llama.load(short).config == llama.load(spelled_out).config
 
 
 def test_quantised_tensors_are_dequantised(tmp_path):
