@@ -172,11 +172,12 @@ def _scores_below_best(keys, q):
     scores = keys @ q
     if np.isfinite(scores).all():
         return scores - scores.max()
-    # The products overflow float64: compare scaled-down scores, then scale up
-    # their differences.
-    key_size, q_size = np.abs(keys).max(), np.abs(q).max()
-    scores = (keys / key_size) @ (q / q_size)
-    return (scores - scores.max()) * key_size * q_size
+    # The products overflow float64: compare the scores of shrunken keys and a
+    # shrunken query, then blow their differences up again.
+    largest = np.finfo(np.float64).max / 2 / len(q)
+    shrink = np.sqrt(largest / np.abs(keys).max() / np.abs(q).max())
+    scores = (keys * shrink) @ (q * shrink)
+    return (scores - scores.max()) / shrink / shrink
 
 
 def _real(name, numbers):

@@ -163,7 +163,7 @@ NUMPY = [
     ("scores are divided by d_k", "np.sqrt(len(q))", "len(q)"),
     (
         "overflowing scores are not scaled up again",
-        "(scores - scores.max()) * key_size * q_size",
+        "(scores - scores.max()) / shrink / shrink",
         "scores - scores.max()",
     ),
     ("overflowing scores are NaN", "    if np.isfinite(scores).all():", "    if True:"),

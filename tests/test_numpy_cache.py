@@ -478,6 +478,12 @@ class TestLargeScores:
         assert weights.tolist() == [0.5, 0.5, 0.0, 0.0]
         assert output.tolist() == [2.0]
 
+    def test_a_score_that_overflows_leaves_the_others_their_differences(self):
+        cache = KVCache(3, 1, 1)
+        cache.append([[-1e308], [1e-16], [2e-16]], [[1.0], [2.0], [3.0]])
+        _, weights = decode_step([1e16], cache)  # scores -inf, 1, 2
+        np.testing.assert_allclose(weights, [0, *np.exp([1, 2]) / np.exp([1, 2]).sum()], rtol=1e-9)
+
     def test_a_caller_who_lets_numpy_raise_on_underflow_and_overflow_gets_the_same_weights(self):
         cache = KVCache(3, 1, 1)
         cache.append([[1e200], [0.0], [-1e200]], [[1.0], [3.0], [100.0]])
@@ -553,6 +559,10 @@ class TestWithoutTorch:
 
     def test_importing_kvlib_does_not_import_torch(self):
         assert self.run("import sys, kvlib; print('torch' in sys.modules)") == "False\n"
+
+    def test_the_torch_functions_are_listed_before_torch_is_imported(self):
+        program = "import sys, kvlib; print({*kvlib.__all__} <= {*dir(kvlib)}, 'torch' in sys.modules)"
+        assert self.run(program) == "True False\n"
 
     def test_the_cache_works_where_torch_is_not_installed(self):
         program = (
