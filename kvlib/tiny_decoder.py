@@ -54,9 +54,16 @@ class TinyDecoder:
         Tokens are 0 to n_vocab - 1.
     seed : int
         The same seed gives the same weights.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is not a whole number of at least 1; the message names it.
     """
 
     def __init__(self, n_layers=2, head_dim=16, n_vocab=50, seed=0):
+        for name, size in {"n_layers": n_layers, "head_dim": head_dim, "n_vocab": n_vocab}.items():
+            whole_number(name, size, least=1)
         rng = np.random.default_rng(seed)
 
         def weights(*shape):
@@ -146,9 +153,10 @@ def generate_by_recomputing(decoder, prompt, n_new):
     Raises
     ------
     TypeError, ValueError
-        If there is nothing to start from or nothing to generate.
+        If there is nothing to start from or nothing to generate, or a token is not one of
+        the decoder's.
     """
-    _check_request(prompt, n_new)
+    _check_request(decoder, prompt, n_new)
     tokens, chosen_from, work = list(prompt), [], Work()
     for _ in range(n_new):
         logits, _ = decoder.full_pass(tokens, work)
@@ -162,7 +170,7 @@ def generate_by_caching(decoder, prompt, n_new):
 
     Parameters, result and errors are those of `generate_by_recomputing`.
     """
-    _check_request(prompt, n_new)
+    _check_request(decoder, prompt, n_new)
     tokens, chosen_from, work = list(prompt), [], Work()
     caches = decoder.new_caches(len(prompt) + n_new - 1)  # the last is not run
     for token in prompt[:-1]:
@@ -212,7 +220,11 @@ def _finish(x, context, layer):
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True))
 
 
-def _check_request(prompt, n_new):
+def _check_request(decoder, prompt, n_new):
     if len(prompt) == 0:
         raise ValueError("prompt was empty; it must hold at least one token to start from")
+    n_vocab = len(decoder.embedding)
+    for place, token in enumerate(prompt):
+        if whole_number(f"prompt[{place}]", token) >= n_vocab:
+            raise ValueError(f"prompt[{place}] was {token}; it must be less than n_vocab = {n_vocab}")
     whole_number("n_new", n_new, least=1)

@@ -98,3 +98,23 @@ def test_generating_refuses_an_empty_prompt_and_nothing_to_generate(decoder, gen
         generate(decoder, [0], 0)
     with pytest.raises(TypeError, match="^n_new was 2.5; it must be a whole number"):
         generate(decoder, [0], 2.5)
+
+
+@pytest.mark.parametrize("generate", [generate_by_recomputing, generate_by_caching])
+@pytest.mark.parametrize(
+    ("prompt", "error", "words"),
+    [
+        ([0, 50], ValueError, r"^prompt\[1\] was 50; it must be less than n_vocab = 50"),
+        ([-1], ValueError, r"^prompt\[0\] was -1; it must be 0 or more"),
+        ("ab", TypeError, r"^prompt\[0\] was 'a'; it must be a whole number"),
+    ],
+)
+def test_generating_refuses_what_is_no_token_of_the_decoder(decoder, generate, prompt, error, words):
+    with pytest.raises(error, match=words):
+        generate(decoder, prompt, 3)
+
+
+@pytest.mark.parametrize("name", ["n_layers", "head_dim", "n_vocab"])
+def test_a_decoder_of_an_impossible_size_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name} was 0; it must be 1 or more"):
+        TinyDecoder(**{name: 0})
