@@ -91,23 +91,23 @@ class TestStates:
         ]
 
     def test_every_state_is_its_line_of_the_table(self):
-        for L, n, n_queries, capacity in ROWS:
-            states = visibility.states([L], [n], n_queries, capacity)
+        for length, count, n_queries, capacity in ROWS:
+            states = visibility.states([length], [count], n_queries, capacity)
             assert states.shape == (1, n_queries, capacity)
             assert states.dtype == np.int8
-            for t, j in cells(L, n, n_queries, capacity):
+            for t, j in cells(length, count, n_queries, capacity):
                 holds = {
-                    "past": t < n and j < L,
-                    "chunk": t < n and L <= j < L + t,
-                    "self": t < n and j == L + t,
-                    "future": t < n and L + t < j < L + n,
-                    "unused": t < n and j >= L + n,
-                    "idle": t >= n,
+                    "past": t < count and j < length,
+                    "chunk": t < count and length <= j < length + t,
+                    "self": t < count and j == length + t,
+                    "future": t < count and length + t < j < length + count,
+                    "unused": t < count and j >= length + count,
+                    "idle": t >= count,
                 }
                 assert sum(holds.values()) == 1
                 name = next(name for name in holds if holds[name])
                 assert STATES[states[0, t, j]] == name
-                assert visibility.state(j, t, L, n) == name
+                assert visibility.state(j, t, length, count) == name
 
     def test_a_query_may_attend_exactly_its_past_its_chunk_and_itself(self):
         for row in ROWS:
