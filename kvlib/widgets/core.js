@@ -94,7 +94,11 @@ function speaker(longest) {
 function makeGrid({ label, corner, columnHeads, rowHeads, tails = [], onselect, onpreview }) {
   const rows = rowHeads.length, columns = columnHeads.length;
   const cells = range(rows).map((r) => range(columns).map((c) =>
-    h("div", { role: "gridcell", class: "kv-cell", tabindex: -1, "data-row": r, "data-column": c })));
+    h("div", {
+      role: "gridcell", class: "kv-cell", tabindex: -1, "data-row": r, "data-column": c,
+      // JupyterLab takes keys pressed in an output for its own, and would delete the notebook's cell at "dd".
+      "data-lm-suppress-shortcuts": "",
+    })));
   const line = (...children) => h("div", { role: "row", class: "kv-line" }, ...children);
   const place = (event) => {
     const cell = event.target.closest("[data-row]");

@@ -11,7 +11,10 @@ from kvlib.widgets import AttentionHeatmap, SlotExplorer, script
 CONTRASTS = """(root) => {
   const brush = Object.assign(document.createElement("canvas"), { width: 1, height: 1 })
     .getContext("2d", { willReadFrequently: true });
-  const pixel = (colour, under = [255, 255, 255]) => {
+  // Reading a pixel back is slow, and a grid has few colours.
+  const known = {};
+  const pixel = (colour, under = [255, 255, 255]) => known[[colour, under]] ??= mix(colour, under);
+  const mix = (colour, under) => {
     brush.fillStyle = `rgb(${under})`;
     brush.fillRect(0, 0, 1, 1);
     brush.fillStyle = colour;

@@ -100,6 +100,16 @@ def test_the_focus_stays_in_a_grid_that_the_kernel_resizes(browser):
         expect(page.locator("[data-row='1'][data-column='7']").first).to_be_focused()
 
 
+def test_jupyterlab_leaves_the_keys_pressed_in_a_grid_to_the_widget(browser):
+    """Lumino, its keyboard, looks for this mark on the focused element itself."""
+    with widget_page(browser) as page:
+        for widget in (explorer(), heatmap()):
+            mount(page, widget)
+        cells = page.locator("[role=gridcell][tabindex]")
+        assert cells.count() == 2 * 3 * 8 + 3 * 6
+        assert page.locator("[role=gridcell][tabindex]:not([data-lm-suppress-shortcuts])").count() == 0
+
+
 def test_a_widget_that_is_closed_listens_no_more(browser):
     with widget_page(browser) as page:
         for widget in (explorer(), heatmap()):
