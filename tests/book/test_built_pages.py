@@ -177,6 +177,11 @@ def test_a_page_names_the_book_and_has_one_search_field_and_no_empty_bar(built_b
     assert [bar for bar in soup.select(".bd-header.navbar") if bar.find_all()] == []
 
 
+def test_mathjax_comes_with_its_licence(built_book):
+    [script] = built_book.rglob("tex-svg-full.js")
+    assert "Apache License" in script.with_name("LICENSE").read_text(encoding="utf8")
+
+
 def test_the_book_opens_at_its_first_page(built_book, soups):
     assert f"{PAGES[0]}.html" in str(soups[built_book / "index.html"].find("meta", attrs={"http-equiv": "Refresh"}))
 

@@ -32,15 +32,21 @@ def write_widget_files(app):
 
 
 def write_mathjax(app):
-    """Copy MathJax from the installed package, once its bytes are known to be the right ones."""
+    """Copy MathJax from the installed package, once its bytes are known to be the right ones.
+
+    Its licence asks to go with every copy.
+    """
     try:
-        script = files("mathjax").joinpath("static/mathjax/es5/tex-svg-full.js").read_bytes()
+        package = files("mathjax").joinpath("static/mathjax")
+        script = package.joinpath("es5/tex-svg-full.js").read_bytes()
+        licence = package.joinpath("LICENSE").read_bytes()
     except (ModuleNotFoundError, FileNotFoundError):
         raise ExtensionError("MathJax is missing; pip install -r requirements.txt adds it") from None
     digest = hashlib.sha256(script).hexdigest()
     if digest != MATHJAX_SHA256:
         raise ExtensionError(f"MathJax's sha256 was {digest}; it must be {MATHJAX_SHA256}")
     _write(app, app.config.mathjax_path, script)
+    _write(app, Path(app.config.mathjax_path).with_name("LICENSE"), licence)
 
 
 def pages_to_write_again(app, env):
