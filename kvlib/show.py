@@ -15,11 +15,17 @@ from textwrap import dedent
 from zlib import crc32
 
 import numpy as np
-from IPython.display import HTML, Markdown
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
+
+try:
+    from IPython.display import HTML, Markdown
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+    from matplotlib.ticker import MaxNLocator
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"kvlib.show needs {error.name}, which is not installed; pip install 'kvlib[figures]' adds it"
+    ) from error
 
 from kvlib import costs
 

@@ -1,6 +1,8 @@
 """Figures follow the theme, have an alternative text that states what they show, and can share a page."""
 
 import re
+import sys
+from importlib import import_module
 from xml.etree import ElementTree
 
 import pytest
@@ -39,6 +41,15 @@ def test_no_figure_restyles_the_page_or_asks_the_network_for_anything(name):
     assert "<style" not in data
     addresses = {address for address in re.findall(r"https?://[^\"]+", data)}
     assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+@pytest.mark.parametrize("name", ["IPython", "matplotlib"])
+def test_a_missing_package_is_named_with_the_extra_that_adds_it(monkeypatch, name):
+    monkeypatch.delitem(sys.modules, "kvlib.show")
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"kvlib.show needs {name}.*kvlib\[figures\]"):
+        import_module("kvlib.show")
 
 
 def test_figures_on_one_page_share_no_id():
