@@ -384,6 +384,9 @@ LLAMA = [
         "even, odd = x[..., 0::2], x[..., 1::2]",
         "even, odd = x.chunk(2, dim=-1)",
     ),
+    ("token ids index as they come", "        tokens = tokens.long()\n", ""),
+    ("prompts and cache may differ in rows", "if len(prompts) != len(cache.lengths):", "if False:"),
+    ("the output is always the embedding", '.get("output.weight", weights', '.get("", weights'),
     ("finished rows go on", "running = running & ~torch.isin(chosen, stop)", "pass"),
     ("the prompt's scores come one token late", "final = counts - 1 - start", "final = counts - 2 - start"),
 ]
