@@ -218,6 +218,11 @@ function upgradePage() {
   if (customElements.get("kv-widget")) return;
   customElements.define("kv-widget", class extends HTMLElement {
     connectedCallback() {
+      // While the page is being read, an element stands in it before its children do.
+      if (document.readyState !== "loading") this.upgrade();
+      else document.addEventListener("DOMContentLoaded", () => this.upgrade());
+    }
+    upgrade() {
       if (this.live) return;
       this.live = h("div", { class: "kv-live" });
       const open = () => pageModel(JSON.parse(this.querySelector("script").textContent));

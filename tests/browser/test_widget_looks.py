@@ -287,6 +287,13 @@ def test_the_script_may_be_loaded_twice(browser):
         assert page.locator(".kv-live").count() == 3
 
 
+def test_a_notebook_exported_as_html_draws_each_widget_that_brings_its_own_script(browser):
+    outputs = [f"{widget.html()}<script>{script()}</script>" for widget in widgets()]
+    with widget_page(browser, *outputs, code="") as page:
+        expect(page.locator(".kv-live [role=grid]")).to_have_count(5)
+        assert page.get_by_role("alert").count() == 0
+
+
 def test_a_widget_that_moves_in_the_page_is_not_drawn_again(browser):
     with widget_page(browser, *widgets()) as page:
         page.evaluate("document.body.append(document.querySelector('kv-widget'))")
