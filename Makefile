@@ -8,7 +8,7 @@ PORT ?= 8000
 PYTHONS := $(PYTHON) python3.12 python3.13 python3.11 python3 python
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test book lab mutants clean
+.PHONY: help serve test book lab mutants picture clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lab: $(VENV)/book.stamp ## open the pages as notebooks in JupyterLab
 
 mutants: $(VENV)/tests.stamp ## plant small faults in kvlib and see the tests catch each
 	@$(BIN)/python tests/mutants.py
+
+picture: book $(VENV)/tests.stamp ## take the README's picture from the built book
+	@$(BIN)/python scripts/picture.py
 
 clean: ## remove what was built and installed
 	rm -rf _build $(VENV)
