@@ -4,8 +4,8 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
-# The first of these that is Python 3.11 to 3.13 and can make virtual environments is used.
-PYTHONS := $(PYTHON) python3.12 python3.13 python3.11 python3 python
+# PYTHON, or else the first of these, that is Python 3.11 to 3.13 and can make virtual environments.
+PYTHONS := $(or $(PYTHON),python3.12 python3.13 python3.11 python3 python)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test book lab mutants picture clean
