@@ -28,7 +28,7 @@ def connect(app):
 
 def pages_to_read_again(app, env, added, changed, removed):
     """Return the known pages whose library code is not the one they ran with."""
-    known = getattr(env, "library_digests", {})
+    known = getattr(env, "page_digests", {})
     return [
         page
         for page in env.found_docs - added - changed
@@ -39,9 +39,9 @@ def pages_to_read_again(app, env, added, changed, removed):
 def mark_page(app, page, source):
     """Put the digest of the library code that a page uses into its kernelspec."""
     digest = page_digest(app, source[0])
-    if not hasattr(app.env, "library_digests"):
-        app.env.library_digests = {}
-    app.env.library_digests[page] = digest
+    if not hasattr(app.env, "page_digests"):
+        app.env.page_digests = {}
+    app.env.page_digests[page] = digest
     source[0] = _DISPLAY_NAME.sub(rf"\1{_MARK}{digest}", source[0], count=1)
 
 
