@@ -1,0 +1,51 @@
+"""What every benchmark prints about itself, and its tables."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "numpy", "onnxruntime", "onnx", "jax", "transformers")
+
+
+def machine():
+    """Return one line on the processor, the threads and the system."""
+    return f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.platform()}"
+
+
+def versions():
+    """Return one line with the version of Python and of each package that is installed."""
+    found = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _processor():
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def print_table(head, rows):
+    """Print rows of strings under a head, numbers to the right of their column and words to the left."""
+    columns = []
+    for column in zip(head, *rows):
+        width = max(map(len, column))
+        is_words = column[-1][:1].isalpha()
+        columns.append([text.ljust(width) if is_words else text.rjust(width) for text in column])
+    for row in zip(*columns):
+        print("  ".join(row).rstrip())
+    print(flush=True)
+
+
+def duration(seconds):
+    """Return seconds as text in milliseconds, to three digits."""
+    return f"{seconds * 1e3:.3g} ms"
