@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-
 from peers import COPIED, IN_PLACE
 
 SEED = 20240
@@ -34,7 +33,10 @@ class Cell:
         return 2 * self.B * self.H_k * self.M * self.D * 4
 
 
-FULL = [Cell(B, *heads, D, M, Q) for B, heads, D, M, Q in product((1, 8), HEADS, (64, 128), (512, 4096), (1, 16))]
+FULL = [
+    Cell(B, *heads, D, M, Q)
+    for B, heads, D, M, Q in product((1, 8), HEADS, (64, 128), (512, 4096), (1, 16))
+]
 QUICK = [
     Cell(1, 8, 2, 64, 512, 1),
     Cell(1, 32, 8, 128, 512, 16),

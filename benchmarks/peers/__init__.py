@@ -71,9 +71,10 @@ def check(peer, read, result, expected):
         "live values": (_slots(values, live), _slots(expected["value_cache"], live)),
     }
     for what, (got, want) in wanted.items():
-        torch.testing.assert_close(
-            got, want, rtol=1e-4, atol=1e-5, msg=lambda text: f"{peer.name} is no peer, its {what} differ: {text}"
-        )
+        try:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        except AssertionError as error:
+            raise AssertionError(f"{peer.name} is no peer, its {what} differ: {error}") from None
 
 
 def _slots(cache, where):

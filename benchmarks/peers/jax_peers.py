@@ -6,11 +6,11 @@ import torch
 
 os.environ.setdefault("NPROC", str(torch.get_num_threads()))  # what XLA sizes its thread pool by
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from peers import COPIED, Peer  # noqa: E402
+from peers import COPIED, Peer
 
 
 @jax.jit

@@ -4,7 +4,6 @@ GroupQueryAttention refuses several new slots for several rows of different leng
 rows are run one by one.  With copied buffers it leaves unused slots behind that are not the old ones.
 """
 
-import numpy as np
 import onnxruntime
 import torch
 from onnx import TensorProto, helper
@@ -17,10 +16,13 @@ _FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 def _session(nodes, inputs, outputs, domain=""):
     """Return a session for a graph; inputs and outputs give a type and a shape by name."""
     infos = [
-        [helper.make_tensor_value_info(name, *spec) for name, spec in side.items()] for side in (inputs, outputs)
+        [helper.make_tensor_value_info(name, *spec) for name, spec in side.items()]
+        for side in (inputs, outputs)
     ]
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(helper.make_graph(nodes, "step", *infos), opset_imports=opsets, ir_version=11)
+    model = helper.make_model(
+        helper.make_graph(nodes, "step", *infos), opset_imports=opsets, ir_version=11
+    )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
@@ -64,7 +66,12 @@ def _grouped_query(args):
     }
     outputs = {"context": (_FLOAT, [B, Q, H_q * D]), "keys": cache, "values": cache}
     node = helper.make_node(
-        "GroupQueryAttention", list(inputs), list(outputs), domain="com.microsoft", num_heads=H_q, kv_num_heads=H_k
+        "GroupQueryAttention",
+        list(inputs),
+        list(outputs),
+        domain="com.microsoft",
+        num_heads=H_q,
+        kv_num_heads=H_k,
     )
     new_lengths = args["lengths"] + Q
     feeds = {

@@ -88,7 +88,13 @@ def _prepared(step):
 
 PEERS = [
     Peer("textbook", "torch, heads repeated, mask added", COPIED, True, _prepared(textbook)),
-    Peer("folded", "torch, grouped heads folded into one matrix, mask added", COPIED, True, _prepared(folded)),
+    Peer(
+        "folded",
+        "torch, grouped heads folded into one matrix, mask added",
+        COPIED,
+        True,
+        _prepared(folded),
+    ),
     Peer("sdpa", "torch's scaled_dot_product_attention, enable_gqa", COPIED, False, _prepared(sdpa)),
     Peer("sdpa_", "the same, batched over the whole buffer", IN_PLACE, False, _prepared(sdpa_in_place)),
     Peer("sdpa_ rows", "the same, row by row on live slots", IN_PLACE, False, _prepared(sdpa_rows)),
