@@ -2,6 +2,7 @@
 
 `Work` is a tally that a decoder fills while it runs (see `kvlib.tiny_decoder`).  The
 functions here predict such tallies without running anything; the tests hold the two equal.
+`StepCost` is what one batched step has to move and to compute, whoever runs it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ __all__ = [
     "recomputing",
     "caching",
     "compare",
+    "StepCost",
+    "attention_step",
     "cache_nbytes",
     "rows_recopied_by_concatenation",
 ]
@@ -108,6 +111,99 @@ def compare(**works):
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """What one attention step has to move between memory and processor, and to compute."""
+
+    #: Bytes that the result depends on, each read once.
+    bytes_read: int
+    #: Bytes of the result that were not there before, each written once.
+    bytes_written: int
+    #: Products of two numbers, each added to a sum; as floating-point operations, two each.
+    multiply_adds: int
+
+    @property
+    def bytes_moved(self):
+        """Bytes read plus bytes written."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def intensity(self):
+        """Multiply-adds per byte moved: the arithmetic intensity."""
+        return self.multiply_adds / self.bytes_moved
+
+
+def attention_step(
+    lengths,
+    counts,
+    n_queries,
+    capacity,
+    *,
+    n_heads,
+    n_kv_heads,
+    head_dim,
+    itemsize,
+    head_dim_v=None,
+    in_place,
+    need_weights,
+):
+    """Return what a batched attention step has to move and to compute, at the least.
+
+    Counted are the queries, keys, values, contexts and weights, and the products of attention.
+    The few integers of the lengths and of the append mask are not, nor is the softmax.  Every
+    appended query counts as read, even one that may attend a single slot, with weight 1.
+
+    Parameters
+    ----------
+    lengths, counts : sequence of int, shape (B,)
+        Live slots of each row before the call, and how many of the offered slots it appends.
+    n_queries, capacity : int
+        Q and M.
+    n_heads, n_kv_heads : int
+        H_q and H_k; H_q must be a multiple of H_k.
+    head_dim, head_dim_v : int
+        D and D_v; D_v defaults to D.
+    itemsize : int
+        Bytes per number: 2 for float16 and bfloat16, 4 for float32.
+    in_place : bool
+        True for a step that writes the appended slots into the caches that it is given, as
+        `kv_cache_attention_step_` does; False for one that returns updated copies.
+    need_weights : bool
+        Whether the step returns the attention weights, too, for all M slots.
+
+    Returns
+    -------
+    StepCost
+        Of a step that reads each number that it needs once, and writes each new number once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a count is not a whole number, is negative, or does not fit the others; the message
+        names it.
+    """
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    _validate_sizes(n_heads, n_kv_heads, head_dim, itemsize, head_dim_v)
+    rows = _step_rows(lengths, counts, n_queries, capacity)
+    n_rows, appended = len(rows), sum(n for _, n in rows)
+    if in_place:
+        old_slots = sum(length for length, n in rows if n)
+        new_slots = appended
+    else:
+        old_slots = n_rows * capacity - appended
+        new_slots = n_rows * capacity
+    slot = n_kv_heads * (head_dim + head_dim_v)  # numbers in a slot
+    weights = n_rows * n_heads * n_queries * capacity if need_weights else 0
+    read = (old_slots + appended) * slot + appended * n_heads * head_dim
+    written = new_slots * slot + n_rows * n_queries * n_heads * head_dim_v
+    visible = sum(n * length + _sum_to(n) for length, n in rows)
+    return StepCost(
+        bytes_read=read * itemsize,
+        bytes_written=(written + weights) * itemsize,
+        multiply_adds=visible * n_heads * (head_dim + head_dim_v),
+    )
+
+
 def cache_nbytes(n_layers, n_kv_heads, head_dim, n_tokens, itemsize, head_dim_v=None):
     """Return the bytes that cached keys and values occupy.
 
@@ -183,6 +279,42 @@ def _last_and_row_nbytes(n_prompt, n_new, n_layers, head_dim, itemsize):
     for name, number in arguments.items():
         whole_number(name, number, least=1)
     return n_prompt + n_new - 1, 2 * head_dim * itemsize
+
+
+def _validate_sizes(n_heads, n_kv_heads, head_dim, itemsize, head_dim_v):
+    sizes = {
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": head_dim,
+        "itemsize": itemsize,
+        "head_dim_v": head_dim_v,
+    }
+    for name, number in sizes.items():
+        whole_number(name, number, least=1)
+    if n_heads % n_kv_heads:
+        raise ValueError(f"n_heads was {n_heads}; it must be a multiple of n_kv_heads, {n_kv_heads}")
+
+
+def _step_rows(lengths, counts, n_queries, capacity):
+    """Return the length and the count of every row, checked."""
+    n_queries, capacity = whole_number("n_queries", n_queries), whole_number("capacity", capacity)
+    if len(lengths) != len(counts):
+        raise ValueError(
+            f"counts has {len(counts)} rows; it must have as many as lengths, {len(lengths)}"
+        )
+    rows = [
+        (whole_number(f"lengths[{row}]", length), whole_number(f"counts[{row}]", count))
+        for row, (length, count) in enumerate(zip(lengths, counts))
+    ]
+    for row, (length, count) in enumerate(rows):
+        if count > n_queries:
+            raise ValueError(f"counts[{row}] was {count}; it must be at most n_queries, {n_queries}")
+        if length + count > capacity:
+            raise ValueError(
+                f"lengths[{row}] + counts[{row}] was {length + count}; "
+                f"it must be at most the capacity, {capacity}"
+            )
+    return rows
 
 
 def _sum_to(n):
