@@ -1,6 +1,5 @@
 """The tables of the batched step: run by `batched_step`, in a process for each allocator."""
 
-import math
 import statistics
 import sys
 import time
@@ -10,8 +9,9 @@ import memory
 import peers
 import timing
 import torch
-from peers import ours
-from report import duration, machine, print_table, versions
+import training
+from peers import COPIED, IN_PLACE, ours
+from report import duration, goal, machine, print_goals, print_table, versions
 
 
 def run(cells, seconds, threads):
@@ -20,7 +20,7 @@ def run(cells, seconds, threads):
     contenders, missing = peers.installed()
     bandwidth, fresh = timing.copy_bandwidth()
     introduce(contenders, missing, bandwidth, fresh)
-    start, taken, extra = time.perf_counter(), {}, {}
+    start, taken, extra, backward = time.perf_counter(), {}, {}, {}
     for number, cell in enumerate(cells, 1):
         print(
             f"{time.perf_counter() - start:4.0f} s  {number} of {len(cells)}: {cell}",
@@ -29,9 +29,12 @@ def run(cells, seconds, threads):
         )
         taken[cell] = measure(cell, contenders, seconds)
         extra[cell] = extra_memory(cell)
+        backward[cell] = training.ratio(cell, seconds / 6)
+    goals = []
     for base in (ours.FUNCTIONAL, ours.BARE):
-        print_ratios(taken, contenders, bandwidth, base)
-    print_memory(extra)
+        goals += print_ratios(taken, contenders, bandwidth, base)
+    goals += print_rest(extra, backward)
+    print_goals(goals)
 
 
 def introduce(contenders, missing, bandwidth, fresh):
@@ -91,6 +94,11 @@ def print_ratios(taken, contenders, bandwidth, base):
     These are the time of each peer that leaves its caches in the same place, over that of ours
     which returns the same in place, or weights anyway as a function; the fastest of them; and the
     time of `base` over what the memory bus needs.
+
+    Returns
+    -------
+    list
+        Rows for `print_goals`.
     """
     rivals = [peer for peer in contenders if peer.cache == base.cache and peer not in ours.PEERS]
     over_ours, over_limit = {}, {}
@@ -104,42 +112,70 @@ def print_ratios(taken, contenders, bandwidth, base):
     columns = {
         peer.name: [ratios[at] for ratios in over_ours.values()] for at, peer in enumerate(rivals)
     }
-    columns["fastest"] = [min(ratios, default=math.nan) for ratios in over_ours.values()]
+    columns["fastest"] = [min(ratios) for ratios in over_ours.values()]
     columns["limit"] = list(over_limit.values())
+    means = [timing.geometric_mean(column) for column in columns.values()]
+    worst = [(max if name == "limit" else min)(column) for name, column in columns.items()]
+
     print(
         f"{base.cache.capitalize()}: the time of {base.name}, and as multiples of ours: each peer, the fastest peer."
     )
     print(f"Last, {base.name} as a multiple of the bandwidth limit.")
-    print_table(
-        ["cell", base.name, *columns],
-        [
-            [
-                str(cell),
-                duration(statistics.median(times[base.name])),
-                *(f"{number:.2f}" for number in numbers),
-            ]
-            for (cell, times), *numbers in zip(taken.items(), *columns.values())
-        ]
-        + [
-            [
-                "geometric mean",
-                "",
-                *(f"{timing.geometric_mean(column):.2f}" for column in columns.values()),
-            ]
-        ],
-    )
-    for name, column in columns.items():
-        worst, cell = (max if name == "limit" else min)(zip(column, map(str, taken)))
-        print(f"worst cell, {name}: {worst:.2f} at {cell}")
-    print(flush=True)
-
-
-def print_memory(extra):
-    print(
-        "Peak of tensors during a call: functional, over its outputs; in place, beyond its outputs, over the caches"
-    )
     rows = [
-        [str(cell), f"{functional:.3f}", *(f"{fraction:.2%}" for fraction in in_place)]
+        [
+            str(cell),
+            duration(statistics.median(times[base.name])),
+            *(f"{number:.2f}" for number in numbers),
+        ]
+        for (cell, times), *numbers in zip(taken.items(), *columns.values())
+    ]
+    rows.append(["geometric mean", "", *(f"{number:.2f}" for number in means)])
+    rows.append(["worst cell", "", *(f"{number:.2f}" for number in worst)])
+    print_table(["cell", base.name, *columns], rows)
+    for (name, column), number in zip(columns.items(), worst):
+        print(f"worst cell, {name}: {list(taken)[column.index(number)]}")
+    print()
+
+    least = {COPIED: 1.15, IN_PLACE: 1}[base.cache]
+    goals = [
+        goal(f"{base.name}: {peer.name}, geometric mean", mean, at_least=least)
+        for peer, mean in zip(rivals, means)
+    ]
+    if base.cache == COPIED:
+        goals.append(goal(f"{base.name}: folded, worst cell", min(columns["folded"]), at_least=1 / 1.05))
+    else:
+        goals.append(
+            goal(f"{base.name}: fastest peer, worst cell", min(columns["fastest"]), at_least=0.8)
+        )
+    if bus_bound := [number for cell, number in over_limit.items() if cell.Q == 1 and cell.M == 4096]:
+        goals.append(
+            goal(f"{base.name}: over the limit, Q=1 M=4096, worst cell", max(bus_bound), at_most=1.5)
+        )
+    return goals
+
+
+def print_rest(extra, backward):
+    """Print memory and training for every cell, and return rows for `print_goals`."""
+    print(
+        "Peak of tensors during a call: ours, over its outputs; in place, beyond its outputs, over the caches."
+    )
+    print("Last, forward and backward: sdpa as a multiple of ours.")
+    rows = [
+        [
+            str(cell),
+            f"{functional:.3f}",
+            *(f"{fraction:.2%}" for fraction in in_place),
+            f"{backward[cell]:.2f}",
+        ]
         for cell, (functional, *in_place) in extra.items()
     ]
-    print_table(["cell", *(peer.name for peer in (ours.FUNCTIONAL, ours.BARE, ours.WITH_WEIGHTS))], rows)
+    names = [peer.name for peer in (ours.FUNCTIONAL, ours.BARE, ours.WITH_WEIGHTS)]
+    print_table(["cell", *names, "backward"], rows)
+    functional, *in_place = ([numbers[at] for numbers in extra.values()] for at in range(len(names)))
+    goals = [goal("ours: peak over its outputs, worst cell", max(functional), at_most=1.1)]
+    goals += [
+        goal(f"{name}: extra over the caches, worst cell", max(fractions), at_most=0.01)
+        for name, fractions in zip(names[1:], in_place)
+    ]
+    mean = timing.geometric_mean(backward.values())
+    return [*goals, goal("forward and backward: sdpa, geometric mean", mean, at_least=1)]

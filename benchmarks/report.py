@@ -49,3 +49,15 @@ def print_table(head, rows):
 def duration(seconds):
     """Return seconds as text in milliseconds, to three digits."""
     return f"{seconds * 1e3:.3g} ms"
+
+
+def goal(what, got, *, at_least=None, at_most=None):
+    """Return a row for `print_goals`: a number that was measured, its bound, and whether it is kept."""
+    bound, kept = (
+        (f">= {at_least:.3g}", got >= at_least) if at_most is None else (f"<= {at_most}", got <= at_most)
+    )
+    return [what, f"{got:.3g}", bound, "yes" if kept else "no"]
+
+
+def print_goals(goals):
+    print_table(["goal", "measured", "wanted", "kept"], goals)

@@ -1,6 +1,6 @@
 """The step of this library, as a function and in place."""
 
-from kvlib.batched_cache import kv_cache_attention_step, kv_cache_attention_step_
+from kvlib import kv_cache_attention_step, kv_cache_attention_step_
 from peers import COPIED, IN_PLACE, Peer
 
 
