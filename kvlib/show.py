@@ -29,10 +29,11 @@ except ModuleNotFoundError as error:
 
 from kvlib import costs
 
-__all__ = ["source", "score_tables", "work_growth", "rows_written"]
+__all__ = ["source", "score_tables", "work_growth", "rows_written", "roofline"]
 
 # Blue and orange stay apart for colour-blind readers, and both stand out on white and on black.
 _BLUE, _ORANGE = "#3a7cc4", "#c2600c"
+_SERIES = ((_BLUE, "o"), (_ORANGE, "s"))
 _INK = "#010203"  # stands for the page's text colour until the SVG is written
 _STYLE = {
     "svg.fonttype": "none",
@@ -177,6 +178,59 @@ def rows_written(n_tokens):
             figure,
             f"A line chart of the rows written while {n_tokens} tokens are appended. Concatenation "
             f"writes {by_concatenation[-1]:,} rows and curves upwards; writing in place writes {n_tokens:,}.",
+        )
+
+
+def roofline(bytes_per_second, multiply_adds_per_second, **series):
+    """Draw how fast a machine can compute at each arithmetic intensity, and measured points.
+
+    Parameters
+    ----------
+    bytes_per_second, multiply_adds_per_second : float
+        What the machine can move and compute at most: the slope and the flat part of the roof.
+    **series : dict
+        At most two, by the name that the legend gives them, with ``_`` for a blank.  Each maps
+        a point's label to its intensity in multiply-adds per byte and to its measured
+        multiply-adds per second.
+
+    Returns
+    -------
+    IPython.display.HTML
+    """
+    if len(series) > len(_SERIES):
+        raise ValueError(f"series were {len(series)}; they must be {len(_SERIES)} at most")
+    series = {name.replace("_", " "): points for name, points in series.items()}
+    ridge = multiply_adds_per_second / bytes_per_second
+    x = [x for points in series.values() for x, _ in points.values()]
+    ends = [min([ridge, *x]) / 2, max([ridge, *x]) * 3]
+    roof = [min(bytes_per_second * x, multiply_adds_per_second) for x in (ends[0], ridge, ends[1])]
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(4.8, 3.6), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([ends[0], ridge, ends[1]], [rate / 1e9 for rate in roof], color=_INK, lw=2)
+        axes.axvline(ridge, color=_INK, lw=1, ls=":")
+        for (name, points), (colour, marker) in zip(series.items(), _SERIES):
+            places = [(x, rate / 1e9) for x, rate in points.values()]
+            axes.plot(*zip(*places), marker, color=colour, label=name)
+            for label, place in zip(points, places):
+                axes.annotate(label, place, (4, -11), textcoords="offset points", fontsize=9)
+        axes.set(xscale="log", yscale="log", xlim=ends, xlabel="multiply-adds per byte moved")
+        axes.set_title("billion multiply-adds a second", loc="left", fontsize=10)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+        for text, side in (("memory-bound ", "right"), (" compute-bound", "left")):
+            axes.annotate(text, (ridge, 0.03), xycoords=axes.get_xaxis_transform(), ha=side, style="italic")
+        axes.legend(loc="upper left", frameon=False, handletextpad=0.2)
+        described = "; ".join(
+            f"{name}, {label}: {rate / 1e9:.2g} at {x:.2g}"
+            for name, points in series.items()
+            for label, (x, rate) in points.items()
+        )
+        return _svg(
+            figure,
+            "A roofline: billion multiply-adds a second over multiply-adds per byte, both axes logarithmic. "
+            f"The roof rises to {multiply_adds_per_second / 1e9:.2g} at the ridge, {ridge:.2g} per byte, "
+            f"and is flat from there. Measured points: {described}.",
         )
 
 
