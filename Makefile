@@ -8,7 +8,7 @@ PORT ?= 8000
 PYTHONS := $(or $(PYTHON),python3.12 python3.13 python3.11 python3 python)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-peers book lab mutants picture clean
+.PHONY: help serve test test-peers bench book lab mutants picture clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,11 @@ test: $(VENV)/tests.stamp ## run every test, the browser's included
 
 test-peers: $(VENV)/tests.stamp $(VENV)/peers.stamp ## compare kvlib with ONNX, onnxruntime, JAX, transformers and torch
 	@$(BIN)/python -m pytest tests/peers
+
+bench: $(VENV)/peers.stamp ## measure kvlib against its peers, about a quarter of an hour on 2 idle cores
+	@$(BIN)/python benchmarks/batched_step.py
+	@$(BIN)/python benchmarks/small_caches.py
+	@$(BIN)/python benchmarks/real_model.py
 
 book: $(VENV)/book.stamp ## build the book into _build/html
 	@$(BIN)/python scripts/build.py

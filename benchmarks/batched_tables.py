@@ -11,14 +11,15 @@ import timing
 import torch
 import training
 from peers import COPIED, IN_PLACE, ours
-from report import duration, goal, machine, print_goals, print_table, versions
+from report import Interference, duration, goal, machine, print_goals, print_table, versions
 
 
 def run(cells, seconds, threads):
     """Measure cells for about so many seconds each, and print the tables."""
     torch.set_num_threads(threads)
     contenders, missing = peers.installed()
-    bandwidth, fresh = timing.copy_bandwidth()
+    interference = Interference()
+    bandwidth, fresh = timing.copy_bandwidth(seconds)
     introduce(contenders, missing, bandwidth, fresh)
     start, taken, extra, backward = time.perf_counter(), {}, {}, {}
     for number, cell in enumerate(cells, 1):
@@ -35,6 +36,7 @@ def run(cells, seconds, threads):
         goals += print_ratios(taken, contenders, bandwidth, base)
     goals += print_rest(extra, backward)
     print_goals(goals)
+    print(interference)
 
 
 def introduce(contenders, missing, bandwidth, fresh):
@@ -57,18 +59,10 @@ def measure(cell, contenders, seconds):
     steps = {}
     with torch.no_grad():
         for peer in contenders:
-            _spoil(args)
+            peers.spoil(args)
             steps[peer.name], read = peer.prepare(args)
             peers.check(peer, read, steps[peer.name](), expected)
         return timing.interleave(steps, seconds)
-
-
-def _spoil(args):
-    """Put NaN where new slots go, so that a contender has to write them."""
-    Q = args["query"].shape[2]
-    for row, length in enumerate(args["lengths"].tolist()):
-        for name in ("key_cache", "value_cache"):
-            args[name][row, :, length : length + Q] = torch.nan
 
 
 def extra_memory(cell):

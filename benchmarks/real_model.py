@@ -11,11 +11,10 @@ prefill makes a single one after long prompts.
 import argparse
 import os
 import statistics
-import sys
 
 import timing
 import torch
-from report import goal, machine, print_goals, print_table, versions
+from report import Interference, goal, machine, print_goals, print_table, versions
 
 from kvlib.llama import generate, load
 
@@ -36,11 +35,15 @@ def main():
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ModuleNotFoundError as error:
-        sys.exit(f"Left out: the real model against transformers; {error.name} is not installed.")
+        print(
+            f"Left out: the real model against transformers, which needs {error.name}; it is not installed."
+        )
+        return
 
     model = load(progress=False)
     theirs = as_transformers(model, LlamaConfig, LlamaForCausalLM)
     n_new, n_prompt, seconds = (4, 24, 1) if options.quick else (48, 256, 25)
+    interference = Interference()
     print(
         "\n== Greedy decoding of SmolLM2-135M-Instruct, float32 ==\n",
         machine(),
@@ -66,6 +69,7 @@ def main():
     print("Tokens a second: new ones when decoding, those of the prompts in prefill.")
     print_table(["", "prompts", "new", "ours", *CACHES], rows)
     print_goals(goals)
+    print(interference)
 
 
 CACHES = {"dynamic cache": None, "static cache": "static"}

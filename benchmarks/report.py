@@ -2,6 +2,7 @@
 
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,6 +33,34 @@ def _processor():
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+class Interference:
+    """How busy other processes keep the machine while this one measures: they spoil it."""
+
+    def __init__(self):
+        self._start, self._busy, self._own = time.perf_counter(), _busy_seconds(), time.process_time()
+
+    def __str__(self):
+        if self._busy is None:
+            return "How busy other processes were is not known on this system."
+        busy, own = _busy_seconds() - self._busy, time.process_time() - self._own
+        share = max(0, busy - own) / (os.cpu_count() * (time.perf_counter() - self._start))
+        return f"Other processes used {share:.0%} of the cores meanwhile" + (
+            ": measure again." if share > 0.1 else "."
+        )
+
+
+def _busy_seconds():
+    """Return the seconds that all cores together have worked since the start of the system, or None."""
+    try:
+        with open("/proc/stat", encoding="utf8") as file:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+                int, file.readline().split()[1:9]
+            )
+    except OSError:
+        return None
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def print_table(head, rows):

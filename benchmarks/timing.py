@@ -88,7 +88,7 @@ def slope(sizes, seconds):
     return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, seconds))).slope
 
 
-def copy_bandwidth(n_bytes=2**28):
+def copy_bandwidth(seconds, n_bytes=2**28):
     """Return the bytes a second that torch moves when it copies into warm memory, and what fresh memory costs.
 
     Returns
@@ -101,5 +101,5 @@ def copy_bandwidth(n_bytes=2**28):
     source = torch.ones(n_bytes // 4)
     target = torch.zeros_like(source)
     steps = {"warm": lambda: target.copy_(source), "fresh": lambda: source.clone()}
-    taken = interleave(steps, seconds=1.5)
+    taken = interleave(steps, seconds)
     return 2 * n_bytes / statistics.median(taken["warm"]), ratio(taken, "fresh", "warm")

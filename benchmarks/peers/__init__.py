@@ -48,9 +48,10 @@ def installed():
         try:
             found += import_module(module).PEERS
         except ModuleNotFoundError as error:
-            if error.name.partition(".")[0] in ("peers", "kvlib"):
+            package = error.name.partition(".")[0]
+            if package in ("peers", "kvlib"):
                 raise
-            missing.append(error.name)
+            missing.append(package)
     return found, missing
 
 
@@ -59,6 +60,14 @@ def visible(args):
     slot = torch.arange(args["key_cache"].shape[2])
     last = args["lengths"][:, None] + torch.arange(args["query"].shape[2])  # [B, Q]
     return (slot <= last[:, :, None])[:, None]
+
+
+def spoil(args):
+    """Put NaN where the new slots go, so that a peer has to write them."""
+    Q = args["query"].shape[2]
+    for row, length in enumerate(args["lengths"].tolist()):
+        for name in ("key_cache", "value_cache"):
+            args[name][row, :, length : length + Q] = torch.nan
 
 
 def check(peer, read, result, expected):
