@@ -21,7 +21,7 @@ try:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 except ModuleNotFoundError as error:
     raise ImportError(
         f"kvlib.show needs {error.name}, which is not installed; pip install 'kvlib[figures]' adds it"
@@ -181,25 +181,28 @@ def rows_written(n_tokens):
         )
 
 
-def roofline(bytes_per_second, multiply_adds_per_second, **series):
+def roofline(bytes_per_second, multiply_adds_per_second, series):
     """Draw how fast a machine can compute at each arithmetic intensity, and measured points.
 
     Parameters
     ----------
     bytes_per_second, multiply_adds_per_second : float
         What the machine can move and compute at most: the slope and the flat part of the roof.
-    **series : dict
-        At most two, by the name that the legend gives them, with ``_`` for a blank.  Each maps
-        a point's label to its intensity in multiply-adds per byte and to its measured
-        multiply-adds per second.
+    series : dict of str to dict
+        Two at most, by their names.  Each maps a point's label to its intensity in
+        multiply-adds per byte and to its measured multiply-adds per second.
 
     Returns
     -------
     IPython.display.HTML
+
+    Raises
+    ------
+    ValueError
+        If there are more series than can be told apart.
     """
     if len(series) > len(_SERIES):
-        raise ValueError(f"series were {len(series)}; they must be {len(_SERIES)} at most")
-    series = {name.replace("_", " "): points for name, points in series.items()}
+        raise ValueError(f"series had {len(series)} names; it must have {len(_SERIES)} at most")
     ridge = multiply_adds_per_second / bytes_per_second
     x = [x for points in series.values() for x, _ in points.values()]
     ends = [min([ridge, *x]) / 2, max([ridge, *x]) * 3]
@@ -208,21 +211,24 @@ def roofline(bytes_per_second, multiply_adds_per_second, **series):
         figure = Figure(figsize=(4.8, 3.6), layout="constrained")
         axes = figure.subplots()
         axes.plot([ends[0], ridge, ends[1]], [rate / 1e9 for rate in roof], color=_INK, lw=2)
-        axes.axvline(ridge, color=_INK, lw=1, ls=":")
+        axes.axvline(ridge, color=_INK, lw=1, ls=":", alpha=0.6)
         for (name, points), (colour, marker) in zip(series.items(), _SERIES):
             places = [(x, rate / 1e9) for x, rate in points.values()]
             axes.plot(*zip(*places), marker, color=colour, label=name)
             for label, place in zip(points, places):
-                axes.annotate(label, place, (4, -11), textcoords="offset points", fontsize=9)
+                axes.annotate(label, place, (5, -11), textcoords="offset points")
         axes.set(xscale="log", yscale="log", xlim=ends, xlabel="multiply-adds per byte moved")
         axes.set_title("billion multiply-adds a second", loc="left", fontsize=10)
-        for axis in (axes.xaxis, axes.yaxis):
+        for axis, digits in ((axes.xaxis, [1]), (axes.yaxis, [1, 2, 5])):
+            axis.set_major_locator(LogLocator(subs=digits))
             axis.set_major_formatter("{x:g}")
-        for text, side in (("memory-bound ", "right"), (" compute-bound", "left")):
-            axes.annotate(text, (ridge, 0.03), xycoords=axes.get_xaxis_transform(), ha=side, style="italic")
-        axes.legend(loc="upper left", frameon=False, handletextpad=0.2)
+            axis.set_minor_formatter(NullFormatter())
+        foot = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "style": "italic"}
+        axes.annotate("memory-bound", (ridge, 0), (-6, 6), ha="right", **foot)
+        axes.annotate("compute-bound", (ridge, 0), (6, 6), ha="left", **foot)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.1), frameon=False, handletextpad=0.2)
         described = "; ".join(
-            f"{name}, {label}: {rate / 1e9:.2g} at {x:.2g}"
+            f"{name}: {label}, {rate / 1e9:.2g} at {x:.2g}"
             for name, points in series.items()
             for label, (x, rate) in points.items()
         )

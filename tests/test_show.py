@@ -14,7 +14,9 @@ FIGURES = {
     "work_growth": lambda: show.work_growth(8, n_layers=2, head_dim=16),
     "rows_written": lambda: show.rows_written(8),
     "roofline": lambda: show.roofline(
-        2e9, 8e9, one_query={"8 heads": (0.25, 0.4e9), "1 head": (2, 3e9)}, more_queries={"16": (16, 6e9)}
+        2e9,
+        8e9,
+        {"one query": {"8 heads": (0.25, 0.4e9), "1 head": (2, 3e9)}, "more queries": {"16": (16, 6e9)}},
     ),
 }
 
@@ -107,14 +109,14 @@ def test_the_roofline_states_its_roof_and_its_points():
     image = svg(FIGURES["roofline"]())
     label = image.get("aria-label")
     assert "rises to 8 at the ridge, 4 per byte" in label
-    assert "one query, 8 heads: 0.4 at 0.25; one query, 1 head: 3 at 2; more queries, 16: 6 at 16." in label
+    assert "one query: 8 heads, 0.4 at 0.25; one query: 1 head, 3 at 2; more queries: 16, 6 at 16." in label
     texts = [text.text for text in image.iter("{http://www.w3.org/2000/svg}text")]
     assert {"one query", "more queries", "8 heads", "1 head", "16"} <= set(texts)
 
 
 def test_the_roofline_draws_no_more_series_than_it_can_tell_apart():
-    with pytest.raises(ValueError, match="^series were 3; they must be 2 at most"):
-        show.roofline(1, 1, a={}, b={}, c={})
+    with pytest.raises(ValueError, match="^series had 3 names; it must have 2 at most"):
+        show.roofline(1, 1, {"a": {}, "b": {}, "c": {}})
 
 
 def documented(x):
