@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _TORCH_NAMES = {
     "kv_cache_step": "kvlib.tuple_cache",
     "kv_cache_attention_step": "kvlib.batched_cache",
+    "kv_cache_attention_step_": "kvlib.batched_cache",
 }
 
 __all__ = ["KVCache", "decode_step", "visibility", *_TORCH_NAMES]

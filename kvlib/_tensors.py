@@ -30,45 +30,55 @@ def bind_sizes(shapes, tensors, may_be_zero):
         If an argument has another number of dimensions, a size of 0, a size that differs from
         that of an argument before it, or another device than the first.
     """
-    sizes, bound_by = {}, {}
+    sizes = {}
     for name, letters in shapes.items():
-        tensor, letters = tensors[name], letters.split()
+        tensor = tensors[name]
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} was a {type(tensor).__name__}; it must be a torch.Tensor")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} had layout {tensor.layout}; it must be dense, torch.strided")
-        shape, expected = tuple(tensor.shape), f"({', '.join(letters)})"
+        shape, letters = tuple(tensor.shape), letters.split()
         if len(shape) != len(letters):
-            raise ValueError(f"{name} had shape {shape}; it must have {len(letters)} dimensions, {expected}")
+            raise ValueError(
+                f"{name} had shape {shape}; it must have {len(letters)} dimensions, ({', '.join(letters)})"
+            )
         for letter, size in zip(letters, shape):
             if sizes.setdefault(letter, size) != size:
+                first = next(other for other in shapes if letter in shapes[other].split())
                 raise ValueError(
-                    f"{name} had shape {shape}, {letter} = {size}; it must be {expected} "
-                    f"with {letter} = {sizes[letter]}, as in {bound_by[letter]}"
+                    f"{name} had shape {shape}, {letter} = {size}; it must be ({', '.join(letters)}) "
+                    f"with {letter} = {sizes[letter]}, as in {first}"
                 )
-            bound_by.setdefault(letter, name)
             if size == 0 and letter not in may_be_zero:
                 raise ValueError(
-                    f"{name} had shape {shape}, {letter} = 0; it must be {expected} with {letter} = 1 or more"
+                    f"{name} had shape {shape}, {letter} = 0; it must be ({', '.join(letters)}) "
+                    f"with {letter} = 1 or more"
                 )
     require_same("device", tensors)
     return sizes
 
 
+#: Floating dtypes that hold no numbers to attend with: scale factors that know neither zero nor
+#: sign, and pairs packed into one element.
+_NO_NUMBERS = [getattr(torch, name, None) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2")]
+
+
 def require_floating_alike(tensors):
     """Raise unless all tensors have one and the same floating dtype."""
     for name, tensor in tensors.items():
-        if not tensor.dtype.is_floating_point:
+        if not tensor.dtype.is_floating_point or tensor.dtype in _NO_NUMBERS:
             raise TypeError(f"{name} had dtype {tensor.dtype}; it must be a floating dtype")
     require_same("dtype", tensors)
 
 
 def require_same(attribute, tensors):
     """Raise unless all tensors have the same `attribute` as the first."""
-    (first, *_), (wanted, *_) = tensors, (getattr(tensor, attribute) for tensor in tensors.values())
+    wanted = None
     for name, tensor in tensors.items():
         found = getattr(tensor, attribute)
-        if found != wanted:
+        if wanted is None:
+            first, wanted = name, found
+        elif found != wanted:
             raise ValueError(f"{name} had {attribute} {found}; it must be {wanted}, as in {first}")
 
 
