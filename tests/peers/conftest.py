@@ -19,7 +19,7 @@ FORMS = {
 }
 
 
-@pytest.fixture(params=FORMS.values(), ids=FORMS)
+@pytest.fixture(scope="session", params=FORMS.values(), ids=FORMS)
 def step(request):
     """Each form of the step, to be called by keyword; none changes what it is given."""
     return request.param
