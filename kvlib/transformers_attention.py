@@ -1,12 +1,16 @@
 """This kernel as the attention of Hugging Face transformers, on cache buffers of fixed capacity.
 
-After `register`, every causal decoder that transformers dispatches by name takes "kvlib" as its
-attention implementation; with a `RaggedCache` it generates on
-`kvlib.batched_cache.kv_cache_attention_step_`::
+After `register`, the causal decoders of transformers take "kvlib" as their attention
+implementation; with a `RaggedCache` they generate on
+`kvlib.batched_cache.kv_cache_attention_step_`, and what they attend to can be shown::
 
     register()
     model.set_attn_implementation("kvlib")
-    model.generate(ids, attention_mask=mask, cache=RaggedCache(model.config, capacity=64))
+    cache = RaggedCache(model.config, capacity=32)
+    tokens = model.generate(ids, max_new_tokens=8, cache=cache)
+    cache.reset()
+    model(tokens, cache=cache, output_attentions=True)
+    AttentionHeatmap.from_layers(**cache.last_step())
 
 A transformers model pads: its batch is a table of B rows and T columns, and ``attention_mask``
 says which columns hold tokens.  This cache does not: each row's tokens fill its slots from slot 0
@@ -57,13 +61,12 @@ def register():
     attends the tokens before it in its row, and gradients flow.
 
     ``output_attentions=True`` returns weights in the columns of the padded batch, (B, H_q, Q, T),
-    as eager attention does, except that padding neither attends nor is attended: its weights, and
-    its contribution to the residual stream, are zero.
+    as eager attention does, except that padding attends to nothing: its weights are zero.
 
-    Raised while the model runs, with a message that names what was asked for: ``ValueError`` for
-    dropout, capped scores, attention sinks, a bias on the scores, attention that is not causal or
-    that does not see the whole past, a mask that no longer shows the past that the cache holds,
-    and a cache that is full or is not a `RaggedCache`.
+    What this step cannot do is refused while the model runs, by an error that names it: dropout,
+    capped scores, attention sinks, a bias on the scores, a mask of more dimensions than (B, T),
+    attention that is not causal or does not see the whole past, a mask that no longer shows the past
+    that the cache holds, and a cache that is full or is not a `RaggedCache`.
     """
     AttentionInterface.register("kvlib", _attention)
     AttentionMaskInterface.register("kvlib", _columns)
@@ -214,7 +217,8 @@ class _RaggedLayer(CacheLayerMixin):
             "append_mask": columns.append_mask,
             "options": options,
         }
-        if _followed_by_autograd(arguments.values()):
+        # Buffers that a gradient needs as they are are not written to, whether or not it is recorded now.
+        if any(x.requires_grad for x in (query, key, value, self.keys, self.values)):
             result = kv_cache_attention_step(**arguments)
         else:
             result = kv_cache_attention_step_(**arguments, need_weights=need_weights)
@@ -374,9 +378,7 @@ def _require_causal(mask, columns):
         )
 
 
-def _attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **kwargs
-):
+def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """Attend as transformers asks of an implementation: return context [B, Q, H_q, D_v] and weights or None."""
     if dropout:
         raise ValueError(
@@ -385,10 +387,6 @@ def _attention(
     for name, instead in _NOT_DONE.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} was given to the attention; it must be None: {instead}")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ValueError(
-            "is_causal was False; it must be True: this is no encoder's attention, nor cross attention"
-        )
     if not isinstance(attention_mask, _Columns):
         raise TypeError(
             f"the mask was {_shape(attention_mask)}; attention_mask must be of shape (B, T), or None, "
@@ -413,11 +411,6 @@ def _wants_weights(kwargs):
     # Some models hand output_attentions down; of others only the collector of outputs knows.
     collected = _active_collector.get() or {}
     return bool(kwargs.get("output_attentions")) or "attentions" in collected
-
-
-def _followed_by_autograd(arguments):
-    tensors = (argument for argument in arguments if isinstance(argument, torch.Tensor))
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _shape(mask):

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
     StaticCache,
 )
+from transformers.masking_utils import create_causal_mask
 
 from kvlib import llama, transformers_attention
 from kvlib.transformers_attention import RaggedCache, register
@@ -220,14 +221,19 @@ def test_a_pass_without_a_cache_is_causal_attention(model, mask):
 def test_padding_between_tokens_is_skipped(model):
     mask = torch.ones_like(IDS)
     mask[0, 2:4] = mask[1, 5] = mask[2, [0, 4, 8]] = 0
+    real = mask.bool()
+    cache = RaggedCache(model.config, CAPACITY)
     with torch.no_grad():
         expected = stock(model)(IDS, attention_mask=mask, use_cache=False).logits
-        cache = RaggedCache(model.config, CAPACITY)
-        chunks = [
-            model(IDS[:, start:end], attention_mask=mask[:, :end], cache=cache).logits
-            for start, end in [(0, 3), (3, 4), (4, T)]
-        ]
-    torch.testing.assert_close(torch.cat(chunks, dim=1)[mask.bool()], expected[mask.bool()])
+        for part in (
+            slice(0, 3),
+            slice(3, 4),
+            slice(4, T),
+        ):  # the whole mask each time: it may run ahead
+            out = model(IDS[:, part], attention_mask=mask, cache=cache, output_attentions=True)
+            torch.testing.assert_close(out.logits[real[:, part]], expected[:, part][real[:, part]])
+            for weights in out.attentions:
+                assert (weights.transpose(1, 2)[~real[:, part]] == 0).all()
     assert cache.lengths.tolist() == mask.sum(dim=1).tolist()
 
 
@@ -256,7 +262,10 @@ def test_gradients_flow_through_the_cache(model):
     def in_two_calls():
         cache = RaggedCache(model.config, CAPACITY)
         model(IDS[:, :4], cache=cache)
-        return model(IDS[:, 4:], cache=cache).logits
+        logits = model(IDS[:, 4:], cache=cache).logits
+        with torch.no_grad():
+            model(IDS[:, :1], cache=cache)  # must not write over what the gradients need
+        return logits
 
     found = gradients(in_two_calls)
     expected = gradients(lambda: model(IDS, use_cache=False).logits[:, 4:])
@@ -308,6 +317,27 @@ def test_the_heatmap_shows_the_weights_that_transformers_returns(small_llama, ca
                 np.testing.assert_allclose(shown, returned, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, cache: model(IDS[:, :1], cache=cache),
+        lambda model, cache: cache.crop(-1),
+        lambda model, cache: cache.reorder_cache(torch.tensor([2, 1, 0])),
+        lambda model, cache: cache.reset(),
+    ],
+    ids=["a call without weights", "crop", "reorder", "reset"],
+)
+def test_what_changes_the_cache_ends_the_last_step(small_llama, cache, change):
+    with torch.no_grad():
+        small_llama(IDS, cache=cache, output_attentions=True)
+        cache.last_step()
+        change(small_llama, cache)
+    with pytest.raises(
+        ValueError, match="kept no attention; it must be one with output_attentions=True"
+    ):
+        cache.last_step()
+
+
 def test_layers_that_scale_differently_are_not_put_into_one_picture():
     model = build(*KINDS["GPT-2, scaled by layer"])
     cache = RaggedCache(model.config, CAPACITY)
@@ -317,19 +347,23 @@ def test_layers_that_scale_differently_are_not_put_into_one_picture():
         cache.last_step()
 
 
-def test_the_readme_example_generates_and_shows_its_attention(small_llama):
-    model, ids, mask = small_llama, IDS, LEFT_PADDED
+def test_the_example_in_the_module_generates_and_shows_its_attention():
+    model, ids = build(*KINDS["Llama, grouped"]), IDS[1:2]
+    expected = stock(model, "eager").generate(ids, do_sample=False, max_new_tokens=8)
+
     register()
     model.set_attn_implementation("kvlib")
     cache = RaggedCache(model.config, capacity=32)
-    model.generate(
-        ids, attention_mask=mask, max_new_tokens=8, cache=cache,
-        return_dict_in_generate=True, output_attentions=True,
-    )  # fmt: skip
+    tokens = model.generate(ids, do_sample=False, max_new_tokens=8, cache=cache)
+    cache.reset()
+    model(tokens, cache=cache, output_attentions=True)
     heatmap = AttentionHeatmap.from_layers(**cache.last_step())
-    assert repr(heatmap) == (
-        "<Attention heatmap: 3 layers, 3 rows, 4 heads on 2 KV heads, 1 query, 32 slots>"
-    )
+
+    assert tokens.tolist() == expected.tolist()
+    attentions = stock(model, "eager")(tokens, output_attentions=True).attentions
+    for layer, weights in enumerate(attentions):
+        shown = heatmap.weights(layer, head=3)[:, : T + 8]
+        np.testing.assert_allclose(shown, weights[0, 3].detach(), rtol=0, atol=1e-6)
 
 
 # The cache
@@ -490,10 +524,26 @@ def test_packed_sequences_are_refused(small_llama):
 
 
 def test_attention_both_ways_is_refused(small_llama):
-    model = copy.deepcopy(small_llama)
-    model.config.is_causal = False
     with pytest.raises(ValueError, match="the token in column 0 of row 0 may attend that in column 1"):
-        model(IDS, use_cache=False)
+        small_llama(IDS, use_cache=False, is_causal=False)
+
+
+@pytest.mark.parametrize(("first_seen", "refused"), [(0, False), (1, True)])
+def test_what_a_model_adds_to_its_mask_is_looked_at_cell_by_cell(small_llama, first_seen, refused):
+    def seen(row, head, query, column):
+        return torch.stack([column, query]).min() >= first_seen  # of one cell: no broadcasting
+
+    def columns():
+        embeds = torch.zeros(1, 3, 16)
+        return create_causal_mask(small_llama.config, embeds, None, None, and_mask_function=seen)
+
+    if refused:
+        with pytest.raises(
+            ValueError, match="the token in column 0 of row 0 may not attend that in column 0"
+        ):
+            columns()
+    else:
+        assert columns().real.all()
 
 
 def test_capped_scores_are_refused():
