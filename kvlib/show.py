@@ -226,7 +226,7 @@ def roofline(bytes_per_second, multiply_adds_per_second, series):
         foot = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "style": "italic"}
         axes.annotate("memory-bound", (ridge, 0), (-6, 6), ha="right", **foot)
         axes.annotate("compute-bound", (ridge, 0), (6, 6), ha="left", **foot)
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.1), frameon=False, handletextpad=0.2)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, handletextpad=0.2)
         described = "; ".join(
             f"{name}: {label}, {rate / 1e9:.2g} at {x:.2g}"
             for name, points in series.items()
