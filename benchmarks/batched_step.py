@@ -1,7 +1,7 @@
 """The batched step against other ways to do it: time, memory, and what the memory bus allows.
 
     python benchmarks/batched_step.py           the whole grid, about 11 minutes on 2 idle cores
-    python benchmarks/batched_step.py --quick   four cells, under a minute
+    python benchmarks/batched_step.py --quick   three cells, about 40 seconds
     python benchmarks/batched_step.py --only Q=1 M=4096 --allocator reused
 
 Everything is measured twice, in processes of their own: with the allocator as it comes, and with
@@ -31,7 +31,7 @@ def main():
     parser.add_argument("--only", nargs="+", default=[], help="parts of a cell's name: Q=1 D=64 32/8")
     parser.add_argument("--allocator", choices=ALLOCATORS, help="only one of the two")
     parser.add_argument(
-        "--seconds", type=float, help="about how long to measure a cell (default 4, quick 1)"
+        "--seconds", type=float, help="about how long to measure a cell (default 4, quick 0.4)"
     )
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="of every library (default: all)"
@@ -67,7 +67,7 @@ def measure_here(options):
             for cell in (grid.QUICK if options.quick else grid.FULL)
             if set(options.only) <= set(str(cell).split())
         ],
-        options.seconds or (1 if options.quick else 4),
+        options.seconds or (0.4 if options.quick else 4),
         options.threads,
     )
 

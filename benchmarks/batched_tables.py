@@ -18,34 +18,32 @@ def run(cells, seconds, threads):
     """Measure cells for about so many seconds each, and print the tables."""
     torch.set_num_threads(threads)
     contenders, missing = peers.installed()
-    interference = Interference()
-    bandwidth, fresh = timing.copy_bandwidth(seconds)
-    introduce(contenders, missing, bandwidth, fresh)
+    copy, interference = timing.Copy(), Interference()
+    introduce(contenders, missing, copy.cost_of_fresh_memory())
     start, taken, extra, backward = time.perf_counter(), {}, {}, {}
     for number, cell in enumerate(cells, 1):
-        print(
-            f"{time.perf_counter() - start:4.0f} s  {number} of {len(cells)}: {cell}",
-            file=sys.stderr,
-            flush=True,
-        )
+        so_far = f"{time.perf_counter() - start:4.0f} s"
+        print(f"{so_far}  {number} of {len(cells)}: {cell}", file=sys.stderr, flush=True)
         taken[cell] = measure(cell, contenders, seconds)
         extra[cell] = extra_memory(cell)
         backward[cell] = training.ratio(cell, seconds / 6)
+        copy.measure()
+    print(f"A copy into warm memory reads and writes {copy.bandwidth / 1e9:.1f} GB/s.\n")
     goals = []
     for base in (ours.FUNCTIONAL, ours.BARE):
-        goals += print_ratios(taken, contenders, bandwidth, base)
+        columns = compare(taken, contenders, base, copy.bandwidth)
+        print_comparison(taken, columns, base)
+        goals += goals_of(columns, list(taken), base)
     goals += print_rest(extra, backward)
     print_goals(goals)
     print(interference)
 
 
-def introduce(contenders, missing, bandwidth, fresh):
+def introduce(contenders, missing, cost_of_fresh_memory):
     """Say what is measured, on what, and what each contender returns."""
     print(machine(), versions(), sep="\n")
     print(f"float32. {grid.RAGGED} Seed {grid.SEED}.")
-    print(
-        f"A copy into warm memory reads and writes {bandwidth / 1e9:.1f} GB/s; into fresh memory it takes {fresh:.1f}x as long."
-    )
+    print(f"A copy into fresh memory takes {cost_of_fresh_memory:.1f}x as long as one into warm memory.")
     for package in missing:
         print(f"Left out: what needs {package}, which is not installed.")
     print()
@@ -66,10 +64,10 @@ def measure(cell, contenders, seconds):
 
 
 def extra_memory(cell):
-    """Return the peak of the functional step over its outputs, and that of the in-place step over its caches.
+    """Return the peak of the functional step, and those in place without and with weights.
 
     The first is the peak of all tensors made during the call over the bytes of those returned;
-    the second, without and with weights, what is made beyond those returned over the bytes of the caches.
+    the others, what is made beyond those returned over the bytes of the caches.
     """
     args = grid.draw(cell)
     with torch.no_grad():
@@ -82,94 +80,95 @@ def extra_memory(cell):
     return functional, *in_place
 
 
-def print_ratios(taken, contenders, bandwidth, base):
-    """Print a row for every cell: the time of `base`, and what it is compared with.
+def compare(taken, contenders, base, bandwidth):
+    """Return columns of numbers, one number a cell.
 
-    These are the time of each peer that leaves its caches in the same place, over that of ours
-    which returns the same in place, or weights anyway as a function; the fastest of them; and the
-    time of `base` over what the memory bus needs.
-
-    Returns
-    -------
-    list
-        Rows for `print_goals`.
+    For each peer that leaves its caches where `base` does, its time over that of ours: as a
+    function, ours returns the weights whatever the peer does; in place, what the peer returns.
+    Then the fastest of these, and the time of `base` over what the memory bus needs.
     """
-    rivals = [peer for peer in contenders if peer.cache == base.cache and peer not in ours.PEERS]
-    over_ours, over_limit = {}, {}
-    for cell, times in taken.items():
-        over_ours[cell] = [
-            timing.ratio(times, peer.name, ours.counterpart(peer).name) for peer in rivals
-        ]
-        least = grid.least_bytes(cell, grid.draw(cell)["lengths"])[base.cache] / bandwidth
-        over_limit[cell] = statistics.median(times[base.name]) / least
-
     columns = {
-        peer.name: [ratios[at] for ratios in over_ours.values()] for at, peer in enumerate(rivals)
+        peer.name: [
+            timing.ratio(times, peer.name, ours.counterpart(peer).name) for times in taken.values()
+        ]
+        for peer in contenders
+        if peer.cache == base.cache and peer not in ours.PEERS
     }
-    columns["fastest"] = [min(ratios) for ratios in over_ours.values()]
-    columns["limit"] = list(over_limit.values())
-    means = [timing.geometric_mean(column) for column in columns.values()]
-    worst = [(max if name == "limit" else min)(column) for name, column in columns.items()]
+    columns["fastest"] = [min(ratios) for ratios in zip(*columns.values())]
+    least = [grid.least_bytes(cell, grid.draw(cell)["lengths"])[base.cache] for cell in taken]
+    columns["limit"] = [
+        statistics.median(times[base.name]) / (n_bytes / bandwidth)
+        for times, n_bytes in zip(taken.values(), least)
+    ]
+    return columns
 
-    print(
-        f"{base.cache.capitalize()}: the time of {base.name}, and as multiples of ours: each peer, the fastest peer."
-    )
-    print(f"Last, {base.name} as a multiple of the bandwidth limit.")
+
+def print_comparison(taken, columns, base):
+    own = [peer.name for peer in ours.PEERS if peer.cache == base.cache]
+    means = [timing.geometric_mean(column) for column in columns.values()]
+    worst = [_worst(name)(column) for name, column in columns.items()]
+    blank = [""] * len(own)
     rows = [
         [
             str(cell),
-            duration(statistics.median(times[base.name])),
+            *(duration(statistics.median(times[name])) for name in own),
             *(f"{number:.2f}" for number in numbers),
         ]
         for (cell, times), *numbers in zip(taken.items(), *columns.values())
     ]
-    rows.append(["geometric mean", "", *(f"{number:.2f}" for number in means)])
-    rows.append(["worst cell", "", *(f"{number:.2f}" for number in worst)])
-    print_table(["cell", base.name, *columns], rows)
+    rows.append(["geometric mean", *blank, *(f"{number:.2f}" for number in means)])
+    rows.append(["worst cell", *blank, *(f"{number:.2f}" for number in worst)])
+
+    print(f"{base.cache.capitalize()}: our time; the time of each peer, and of the fastest, over ours;")
+    print(f"and that of {base.name} over what the bytes it must move take at the bandwidth of a copy.")
+    print_table(["cell", *own, *columns], rows)
     for (name, column), number in zip(columns.items(), worst):
         print(f"worst cell, {name}: {list(taken)[column.index(number)]}")
     print()
 
-    least = {COPIED: 1.15, IN_PLACE: 1}[base.cache]
+
+def _worst(name):
+    """Return what picks the worst number of a column."""
+    return max if name == "limit" else min
+
+
+def goals_of(columns, cells, base):
+    """Return rows for `print_goals`: what the columns should show."""
+    name, at_least = base.name, {COPIED: 1.15, IN_PLACE: 1}[base.cache]
     goals = [
-        goal(f"{base.name}: {peer.name}, geometric mean", mean, at_least=least)
-        for peer, mean in zip(rivals, means)
+        goal(f"{name}: {peer}, geometric mean", timing.geometric_mean(column), at_least=at_least)
+        for peer, column in columns.items()
+        if peer not in ("fastest", "limit")
     ]
     if base.cache == COPIED:
-        goals.append(goal(f"{base.name}: folded, worst cell", min(columns["folded"]), at_least=1 / 1.05))
+        goals.append(goal(f"{name}: folded, worst cell", min(columns["folded"]), at_least=1 / 1.05))
     else:
-        goals.append(
-            goal(f"{base.name}: fastest peer, worst cell", min(columns["fastest"]), at_least=0.8)
-        )
-    if bus_bound := [number for cell, number in over_limit.items() if cell.Q == 1 and cell.M == 4096]:
-        goals.append(
-            goal(f"{base.name}: over the limit, Q=1 M=4096, worst cell", max(bus_bound), at_most=1.5)
-        )
+        goals.append(goal(f"{name}: fastest, worst cell", min(columns["fastest"]), at_least=0.8))
+    bus_bound = [over for cell, over in zip(cells, columns["limit"]) if cell.Q == 1 and cell.M == 4096]
+    if bus_bound:
+        goals.append(goal(f"{name}: limit, worst cell of Q=1 M=4096", max(bus_bound), at_most=1.5))
     return goals
 
 
 def print_rest(extra, backward):
     """Print memory and training for every cell, and return rows for `print_goals`."""
     print(
-        "Peak of tensors during a call: ours, over its outputs; in place, beyond its outputs, over the caches."
+        "Peak of the tensors made in a call: ours, over its outputs; in place, beyond its outputs, over the caches."
     )
-    print("Last, forward and backward: sdpa as a multiple of ours.")
+    print("Last, forward and backward: the time of sdpa over that of ours.")
     rows = [
-        [
-            str(cell),
-            f"{functional:.3f}",
-            *(f"{fraction:.2%}" for fraction in in_place),
-            f"{backward[cell]:.2f}",
-        ]
+        [str(cell), f"{functional:.3f}", *(f"{part:.2%}" for part in in_place), f"{backward[cell]:.2f}"]
         for cell, (functional, *in_place) in extra.items()
     ]
-    names = [peer.name for peer in (ours.FUNCTIONAL, ours.BARE, ours.WITH_WEIGHTS)]
+    names = [peer.name for peer in ours.PEERS]
     print_table(["cell", *names, "backward"], rows)
-    functional, *in_place = ([numbers[at] for numbers in extra.values()] for at in range(len(names)))
-    goals = [goal("ours: peak over its outputs, worst cell", max(functional), at_most=1.1)]
-    goals += [
-        goal(f"{name}: extra over the caches, worst cell", max(fractions), at_most=0.01)
-        for name, fractions in zip(names[1:], in_place)
-    ]
+    functional, *in_place = zip(*extra.values())
     mean = timing.geometric_mean(backward.values())
-    return [*goals, goal("forward and backward: sdpa, geometric mean", mean, at_least=1)]
+    return [
+        goal("ours: peak over its outputs, worst cell", max(functional), at_most=1.1),
+        *(
+            goal(f"{name}: extra over the caches, worst cell", max(parts), at_most=0.01)
+            for name, parts in zip(names[1:], in_place)
+        ),
+        goal("forward and backward: sdpa, geometric mean", mean, at_least=1),
+    ]

@@ -88,18 +88,26 @@ def slope(sizes, seconds):
     return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, seconds))).slope
 
 
-def copy_bandwidth(seconds, n_bytes=2**28):
-    """Return the bytes a second that torch moves when it copies into warm memory, and what fresh memory costs.
+class Copy:
+    """A copy of a large buffer into another that is in use already: what the memory bus allows."""
 
-    Returns
-    -------
-    bandwidth : float
-        Bytes read plus bytes written, a second.
-    fresh : float
-        The time of a copy into newly allocated memory over that of the copy into warm memory.
-    """
-    source = torch.ones(n_bytes // 4)
-    target = torch.zeros_like(source)
-    steps = {"warm": lambda: target.copy_(source), "fresh": lambda: source.clone()}
-    taken = interleave(steps, seconds)
-    return 2 * n_bytes / statistics.median(taken["warm"]), ratio(taken, "fresh", "warm")
+    def __init__(self, n_bytes=2**28):
+        self._source = torch.ones(n_bytes // 4)
+        self._target = torch.zeros_like(self._source)
+        self._seconds = []
+
+    def measure(self):
+        """Time some more copies: called now and then, it sees what the machine did meanwhile."""
+        self._seconds += interleave({"copy": lambda: self._target.copy_(self._source)}, seconds=0)[
+            "copy"
+        ]
+
+    @property
+    def bandwidth(self):
+        """Bytes read plus bytes written, a second: the median of all copies so far."""
+        return 2 * self._source.nbytes / statistics.median(self._seconds)
+
+    def cost_of_fresh_memory(self):
+        """Return the time of a copy into newly allocated memory over that of a copy as measured."""
+        steps = {"copy": lambda: self._target.copy_(self._source), "clone": self._source.clone}
+        return ratio(interleave(steps, seconds=0), "clone", "copy")
