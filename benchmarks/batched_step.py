@@ -55,21 +55,16 @@ def measure_here(options):
     import batched_tables
     import grid
 
+    cells = grid.QUICK if options.quick else grid.FULL
+    chosen = [cell for cell in cells if set(options.only) <= set(str(cell).split())]
+    if not chosen:
+        sys.exit(
+            f"--only was {' '.join(options.only)}; it must be parts of one of: {', '.join(map(str, cells))}"
+        )
     settings = " ".join(f"{name}={value}" for name, value in ALLOCATORS[options.allocator].items())
-    print(
-        "\n== The batched step,",
-        f"freed memory reused: {settings}" if settings else "default allocator",
-        "==\n",
-    )
-    batched_tables.run(
-        [
-            cell
-            for cell in (grid.QUICK if options.quick else grid.FULL)
-            if set(options.only) <= set(str(cell).split())
-        ],
-        options.seconds or (0.4 if options.quick else 4),
-        options.threads,
-    )
+    allocator = f"freed memory reused: {settings}" if settings else "default allocator"
+    print(f"\n== The batched step, {allocator} ==\n")
+    batched_tables.run(chosen, options.seconds or (0.4 if options.quick else 4), options.threads)
 
 
 if __name__ == "__main__":
