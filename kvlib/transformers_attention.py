@@ -180,7 +180,8 @@ class _RaggedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states, value_states):
         B, H_k, _, D = key_states.shape
-        self.keys = key_states.new_zeros(B, H_k, self.capacity, D)
+        # In the dtype of the values: under autocast, rotating leaves keys in full precision.
+        self.keys = value_states.new_zeros(B, H_k, self.capacity, D)
         self.values = value_states.new_zeros(B, H_k, self.capacity, value_states.shape[-1])
         self.real = torch.zeros(B, 0, dtype=torch.bool, device=key_states.device)
         self.is_initialized = True
@@ -402,15 +403,16 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
             f"key had {key.shape[2]} columns for {query.shape[2]} new ones; the cache must be a RaggedCache: "
             "pass cache=RaggedCache(model.config, capacity=...), or use_cache=False"
         )
+    if torch.is_autocast_enabled(query.device.type):
+        query, key = query.to(value.dtype), key.to(value.dtype)
     options = {} if scaling is None else {"scale": scaling}
-    context, weights = layer.attend(query, key, value, attention_mask, options, _wants_weights(kwargs))
+    context, weights = layer.attend(query, key, value, attention_mask, options, _wants_weights())
     return context.transpose(1, 2).contiguous(), weights
 
 
-def _wants_weights(kwargs):
-    # Some models hand output_attentions down; of others only the collector of outputs knows.
-    collected = _active_collector.get() or {}
-    return bool(kwargs.get("output_attentions")) or "attentions" in collected
+def _wants_weights():
+    # transformers collects outputs behind the models' backs: not all of them hand output_attentions down.
+    return "attentions" in (_active_collector.get() or {})
 
 
 def _shape(mask):

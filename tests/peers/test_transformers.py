@@ -263,8 +263,11 @@ def test_gradients_flow_through_the_cache(model):
         cache = RaggedCache(model.config, CAPACITY)
         model(IDS[:, :4], cache=cache)
         logits = model(IDS[:, 4:], cache=cache).logits
+        recorded = [(layer.keys, layer.keys.clone()) for layer in cache.layers]
         with torch.no_grad():
-            model(IDS[:, :1], cache=cache)  # must not write over what the gradients need
+            model(IDS[:, :1], cache=cache)
+        for keys, before in recorded:  # the gradients may need them
+            assert torch.equal(keys, before)
         return logits
 
     found = gradients(in_two_calls)
@@ -272,6 +275,15 @@ def test_gradients_flow_through_the_cache(model):
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], msg=name)
     assert all(gradient.abs().sum() > 0 for gradient in found.values())
+
+
+def test_a_pass_under_autocast_computes_in_half_precision():
+    model = build(*KINDS["Llama, grouped"], dtype=torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = model(IDS, cache=RaggedCache(model.config, CAPACITY)).logits
+        expected = stock(model)(IDS).logits
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.2)
 
 
 # Attention weights
