@@ -5,6 +5,8 @@ Contract: ``KVCache(max_len, d_k, d_v)`` and ``decode_step(q, cache)``, numpy on
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kvlib._numbers import whole_number
@@ -150,7 +152,7 @@ def decode_step(q, cache):
         raise ValueError(
             "cache was empty; it must hold at least one step: append first"
         )
-    q = _real("q", q)
+    q = _array("q", q)
     if q.shape != (cache.d_k,):
         raise ValueError(
             f"q had shape {q.shape}; it must be ({cache.d_k},), "
@@ -168,10 +170,11 @@ def _scores_below_best(keys, q):
 
     The result is finite or -inf, never NaN.
     """
-    q = q / np.sqrt(len(q))
+    q = q / math.sqrt(len(q))
     scores = keys @ q
     if np.isfinite(scores).all():
         return scores - scores.max()
+    _require_finite("q", q)
     # The products overflow float64: compare the scores of shrunken keys and a
     # shrunken query, then blow their differences up again.
     largest = np.finfo(np.float64).max / 2 / len(q)
@@ -180,7 +183,7 @@ def _scores_below_best(keys, q):
     return (scores - scores.max()) / shrink / shrink
 
 
-def _real(name, numbers):
+def _array(name, numbers):
     """Return `numbers` as a float64 array, or say why they cannot be one."""
     try:
         array = np.asarray(numbers)
@@ -188,16 +191,21 @@ def _real(name, numbers):
         raise ValueError(f"{name} was not an array: {error}; it must be a rectangle of numbers") from error
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} had dtype {array.dtype}; it must hold real numbers")
+    if array.dtype == np.float64:
+        return array
     with np.errstate(over="ignore"):
-        array = array.astype(np.float64)
+        return array.astype(np.float64)
+
+
+def _require_finite(name, array):
     if not np.isfinite(array).all():
         raise ValueError(f"{name} held NaN or infinity; every number must be finite")
-    return array
 
 
 def _steps(name, numbers, size):
     """Return `numbers` as steps, shape (n, size)."""
-    array = _real(name, numbers)
+    array = _array(name, numbers)
+    _require_finite(name, array)
     if array.ndim not in (1, 2) or array.shape[-1] != size:
         raise ValueError(
             f"{name} had shape {array.shape}; it must be ({size},) for one step or (n, {size}) for n steps"

@@ -61,8 +61,8 @@ def kv_cache_step(
         keys = torch.cat([cache[0], k_new], dim=1)
         values = torch.cat([cache[1], v_new], dim=1)
     compute_dtype = wide(q_new.dtype)
-    scores = q_new.to(compute_dtype) @ keys.to(compute_dtype).mT
-    scores = scores / math.sqrt(q_new.shape[-1])
+    query = q_new.to(compute_dtype) / math.sqrt(q_new.shape[-1])
+    scores = query @ keys.to(compute_dtype).mT
     output = torch.softmax(scores, dim=-1) @ values.to(compute_dtype)
     return output.to(q_new.dtype), (keys, values)
 

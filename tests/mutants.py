@@ -159,8 +159,8 @@ NUMPY = [
     ("the write starts at slot 0", "self._values[self._len : end] = v", "self._values[: len(v)] = v"),
     ("softmax without the maximum", "        return scores - scores.max()\n", "        return scores\n"),
     ("weights do not sum to one", "        weights /= weights.sum()\n", ""),
-    ("the scale is dropped", "    q = q / np.sqrt(len(q))\n", ""),
-    ("scores are divided by d_k", "np.sqrt(len(q))", "len(q)"),
+    ("the scale is dropped", "    q = q / math.sqrt(len(q))\n", ""),
+    ("scores are divided by d_k", "math.sqrt(len(q))", "len(q)"),
     (
         "overflowing scores are not scaled up again",
         "(scores - scores.max()) / shrink / shrink",
