@@ -1,5 +1,7 @@
 """scripts/install.py takes a CPU build of torch exactly where the default one would waste gigabytes."""
 
+from pathlib import Path
+
 import install
 import pytest
 from bookpages import ROOT
@@ -52,6 +54,23 @@ def test_the_default_build_is_announced_when_no_cpu_build_is_found(monkeypatch, 
     install.install_torch("2.13.0")
     assert tried == [("first",), ("second",), ("last",)]
     assert "several gigabytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("group", ["tests", "peers"])
+def test_a_group_is_installed_only_if_it_is_asked_for(group, monkeypatch):
+    calls = []
+    monkeypatch.setattr(install, "is_installed", lambda *_: True)
+    monkeypatch.setattr(install, "pip_install", lambda *words: calls.append(words) or True)
+    for arguments in ([], [f"--{group}"]):
+        monkeypatch.setattr("sys.argv", ["install.py", *arguments])
+        install.main()
+    without, wanted = (
+        {Path(word).name for word in call if "requirements" in Path(word).name}
+        for call in calls
+        if "--requirement" in call
+    )
+    assert without == {"requirements.txt"}
+    assert wanted - without == {{"tests": "requirements-test.txt", "peers": "requirements-peers.txt"}[group]}
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt", "requirements-peers.txt"])
