@@ -88,10 +88,13 @@ def kv_cache_attention_step(
     Notes
     -----
     Scores, softmax and context are computed in float32, or in float64 for float64 inputs,
-    and returned in the dtype of the inputs. What unused and not appended slots hold, NaN
+    inside `torch.autocast` too, and returned in the dtype of the inputs. What unused and not appended slots hold, NaN
     included, reaches no output but the copied caches, and no gradient. Live numbers must be
     finite, and so must scores in that precision; this is not checked. Differentiable twice
     in query, new keys and values, and both caches.
+
+    Where what `lengths` and `append_mask` hold cannot be read, it is not checked: while
+    compiling or exporting, for meta and fake tensors, and for batches inside `torch.vmap`.
     """
     return _step(
         query, new_key, new_value, key_cache, value_cache,
@@ -115,8 +118,9 @@ def kv_cache_attention_step_(
 ) -> dict[str, torch.Tensor]:
     """Do the step of `kv_cache_attention_step`, but write into the caches that are given.
 
-    Nothing of the size of a cache is allocated, and a row is read only up to its last live
-    slot. This is the step to decode with; to train, use `kv_cache_attention_step`.
+    Nothing of the size of a cache is allocated for float32 or float64, and a row is read only
+    up to its last live slot. This is the step to decode with; to train, use
+    `kv_cache_attention_step`.
 
     Parameters
     ----------
@@ -124,13 +128,14 @@ def kv_cache_attention_step_(
         As for `kv_cache_attention_step`. The caches get the appended slots written; `lengths`
         is not changed.
     need_weights : bool
-        Return the attention weights. Without them nothing of size Q times M is allocated
-        either.
+        Return the attention weights. Without them the scores are never stored: PyTorch's fused
+        attention takes each row, in the dtype of the inputs, which for float16 and bfloat16
+        rounds the weights before they meet the values.
     check_data : bool
-        Check what `lengths` and `append_mask` hold. The check waits for the device once, and
-        what it learns cuts the work to the live slots. Without it nothing waits, wrong numbers
-        make wrong results, and the work and some copies follow M: pass views of the slots
-        that may be live.
+        Read `lengths` and `append_mask`, check them, and cut the work to the live slots: the
+        one time that the host waits for the device. Without it the host waits for nothing,
+        wrong numbers make wrong results, and work and memory follow M, so pass views of the
+        slots that may be live.
 
     Returns
     -------
@@ -141,7 +146,7 @@ def kv_cache_attention_step_(
     Raises
     ------
     RuntimeError
-        If a gradient is to be recorded: it would need what this step overwrites.
+        If a gradient is being recorded: it would need what this step overwrites.
     TypeError, ValueError
         As from `kv_cache_attention_step`, and if slots of a cache share memory. Nothing has
         been written then.
