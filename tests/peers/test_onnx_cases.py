@@ -291,6 +291,9 @@ def test_the_step_gives_what_the_standard_expects_of_attention(name, step):
     before = append(step, caches, nobody, keys, asked.values, missing, options)
     caches = {name: before[name] for name in caches}
     after = append(step, caches, query, keys, asked.values, counts, options)
+    unused = torch.arange(keys.shape[2]) >= after["lengths"][:, None]
+    for cache in (after["key_cache"], after["value_cache"]):
+        assert cache.transpose(1, 2)[unused].isnan().all(), "what was not appended was written"
 
     B, H_q, Q, D = asked.query.shape
     context = after["context"].reshape(B, H_q, Q, -1)
