@@ -6,7 +6,7 @@ carry a mask.  Each case becomes two calls of the step on a buffer that holds th
 beyond it: the first appends what the case's queries find in place, the second asks them.
 
 - Which slots a case lets its queries attend is read from its inputs.  Where all queries attend the
-  same slots, they become heads of one decoding query.  Otherwise the step's own rule has to give the
+  same slots, they become heads of one decoding query.  Either way the step's own rule has to give the
   same slots for some lengths and append mask, and this is checked.
 - A float mask is added to the scores.  The step knows no such bias, but a bias is a dot product with
   more features: the query says which one it is, the key holds its bias for every query.
