@@ -466,6 +466,15 @@ def test_a_row_that_would_not_fit_is_refused_before_anything_changes(small_llama
         assert torch.equal(layer.keys, keys)
 
 
+def test_a_cache_that_refused_its_first_batch_takes_another(small_llama):
+    cache = RaggedCache(small_llama.config, T - 1)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="capacity was 8; it must be 9 or more"):
+            small_llama(IDS, attention_mask=LEFT_PADDED, cache=cache)
+        small_llama(IDS[:1], attention_mask=LEFT_PADDED[:1], cache=cache)
+    assert cache.lengths.tolist() == [LENGTHS[0]]
+
+
 def test_a_batch_with_more_columns_than_the_capacity_fits_if_its_rows_do(small_llama):
     cache = RaggedCache(small_llama.config, 6)
     rows = [0, 2]
