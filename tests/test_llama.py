@@ -1,6 +1,7 @@
 """The model module on tiny random Llamas: what it reads, what it computes, what it refuses."""
 
 import sys
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -100,14 +101,13 @@ def model(tmp_path_factory):
 
 
 def run(model, rows, *, capacity=12, chunk=None, attention=False):
-    """Feed whole rows of ids, `chunk` offered tokens at a time; return the steps."""
+    """Feed whole rows of ids, `chunk` offered tokens at a time; return the cache and the steps."""
     tokens, offered = llama._pad(rows, V)
     cache, steps = model.new_cache(len(rows), capacity), []
     for start in range(0, tokens.shape[1], chunk or tokens.shape[1]):
         part = slice(start, start + (chunk or tokens.shape[1]))
         steps.append(model.forward(tokens[:, part], cache, offered[:, part], attention=attention))
-        cache = steps[-1].cache
-    return steps
+    return cache, *steps
 
 
 def recompute(model, ids):
@@ -174,18 +174,17 @@ def test_the_forward_pass_equals_recomputing_everything_head_by_head(tmp_path, s
     model = llama.load(write_llama(tmp_path / "model.gguf", tied=tied, **sizes))
     assert (model.output is model.embedding) == tied
     ids = [3, 50, 8, 8, 21]
-    (step,) = run(model, [ids], attention=True)
+    cache, step = run(model, [ids], attention=True)
     logits, keys, values, attention = recompute(model, ids)
     assert_close(model.logits(step.hidden)[0], logits)
-    assert_close(torch.stack(step.cache.keys)[:, 0, :, : len(ids)], keys)
-    assert_close(torch.stack(step.cache.values)[:, 0, :, : len(ids)], values)
+    assert_close(torch.stack(cache.keys)[:, 0, :, : len(ids)], keys)
+    assert_close(torch.stack(cache.values)[:, 0, :, : len(ids)], values)
     assert_close(torch.stack(step.attention)[:, 0, :, :, : len(ids)], attention)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7])
 def test_a_ragged_batch_in_chunks_equals_each_row_recomputed(model, chunk):
-    steps = run(model, PROMPTS, chunk=chunk)
-    cache = steps[-1].cache
+    cache, *steps = run(model, PROMPTS, chunk=chunk)
     assert cache.lengths.tolist() == [2, 4, 1]
     for row, ids in enumerate(PROMPTS):
         logits, keys, values, _ = recompute(model, ids)
@@ -197,31 +196,29 @@ def test_a_ragged_batch_in_chunks_equals_each_row_recomputed(model, chunk):
 
 def test_a_prompt_in_one_call_sees_no_future_and_stores_what_four_calls_store(model):  # A02
     ids = [3, 50, 8, 21]
-    (together,) = run(model, [ids], attention=True)
-    apart = run(model, [ids], chunk=1, attention=True)
+    cache, together = run(model, [ids], attention=True)
+    filled, *apart = run(model, [ids], chunk=1, attention=True)
     assert_close(together.hidden, torch.cat([step.hidden for step in apart], dim=1))
-    assert_close(together.cache.keys[1], apart[-1].cache.keys[1])
+    assert_close(cache.keys[1], filled.keys[1])
     assert all((weights[0, :, 0, 0] == 1).all() for weights in together.attention)
 
 
 def test_a_longer_prefix_leaves_earlier_keys_and_values_as_they_were(model):  # C02
-    (three,), (four,) = run(model, [[3, 50, 8]]), run(model, [[3, 50, 8, 21]])
-    for shorter, longer in zip(
-        three.cache.keys + three.cache.values, four.cache.keys + four.cache.values, strict=True
-    ):
+    (three, _), (four, _) = run(model, [[3, 50, 8]]), run(model, [[3, 50, 8, 21]])
+    for shorter, longer in zip(three.keys + three.values, four.keys + four.values, strict=True):
         assert_close(shorter[:, :, :3], longer[:, :, :3])
 
 
 def test_every_query_of_a_chunk_sees_the_slots_up_to_its_own(model):  # A16
-    steps = run(model, [[3, 50, 8, 21, 7]], chunk=4, attention=True)
+    _, *steps = run(model, [[3, 50, 8, 21, 7]], chunk=4, attention=True)
     seen = [(step.attention[0][0, 0] > 0).sum(dim=-1).tolist() for step in steps]
     assert seen == [[1, 2, 3, 4], [5]]
 
 
 def test_rows_of_different_length_count_their_own_positions(model):  # A17
-    cache = run(model, [[5, 9], [7, 3, 11, 60]])[0].cache
+    cache, _ = run(model, [[5, 9], [7, 3, 11, 60]])
     for tokens in ([[30], [31]], [[32], [33]]):
-        cache = model.forward(torch.tensor(tokens), cache, torch.ones(2, 1, dtype=torch.bool)).cache
+        model.forward(torch.tensor(tokens), cache, torch.ones(2, 1, dtype=torch.bool))
     assert cache.lengths.tolist() == [4, 6]
     for row, ids in enumerate([[5, 9, 30, 32], [7, 3, 11, 60, 31, 33]]):
         assert_close(torch.stack(cache.keys)[:, row, :, : len(ids)], recompute(model, ids)[1])
@@ -229,10 +226,12 @@ def test_rows_of_different_length_count_their_own_positions(model):  # A17
 
 def test_a_stored_key_is_rotated_once_and_never_again(model):  # C13
     ids = [3, 50, 8, 21, 7, 9]
-    steps = run(model, [ids], chunk=1)
-    stored = [step.cache.keys[1][:, :, 3] for step in steps[3:]]
-    assert all(torch.equal(key, stored[0]) for key in stored)
-    assert_close(stored[0][0], recompute(model, ids)[1][1, :, 3])
+    cache, _ = run(model, [ids[:4]])
+    stored = cache.keys[1][:, :, 3].clone()
+    for token in ids[4:]:
+        model.forward(torch.tensor([[token]]), cache, torch.tensor([[True]]))
+    assert torch.equal(cache.keys[1][:, :, 3], stored)
+    assert_close(stored[0], recompute(model, ids)[1][1, :, 3])
 
 
 def test_a_rotated_score_depends_on_the_distance_alone(model):  # C13
@@ -240,7 +239,7 @@ def test_a_rotated_score_depends_on_the_distance_alone(model):  # C13
 
     def score(at, earlier):
         turn = [
-            llama._rotate(x, model._angles(torch.tensor([[p]])))
+            llama._rotate(x, model._turns(torch.tensor([[p]])))
             for x, p in ((query, at), (key, earlier))
         ]
         return (turn[0] * turn[1]).sum()
@@ -253,76 +252,117 @@ def test_a_rotated_score_depends_on_the_distance_alone(model):  # C13
 def test_a_row_ignores_its_neighbours_text_length_and_nans(model):  # A19
     rows = torch.tensor([[30], [31]])
     mask = torch.ones(2, 1, dtype=torch.bool)
-    (first,), (second,) = run(model, [[5, 9], [7, 3, 11]]), run(model, [[60, 61, 62], [7, 3, 11]])
-    poisoned = llama.Cache(
-        tuple(keys.clone() for keys in first.cache.keys),
-        tuple(values.clone() for values in first.cache.values),
-        torch.tensor([5, 3]),
-    )
+    (first, _), (second, _) = run(model, [[5, 9], [7, 3, 11]]), run(model, [[60, 61, 62], [7, 3, 11]])
+    poisoned = first.clone()
+    poisoned.lengths = torch.tensor([5, 3])
     for buffer in poisoned.keys + poisoned.values:
         buffer[0] = torch.nan
-    expected = model.forward(rows, first.cache, mask)
-    for cache in (second.cache, poisoned):
+    expected = model.forward(rows, first, mask)
+    for cache in (second, poisoned):
         found = model.forward(rows, cache, mask)
         assert torch.equal(found.hidden[1], expected.hidden[1])
-        assert all(torch.equal(a[1], b[1]) for a, b in zip(found.cache.keys, expected.cache.keys))
+        assert all(torch.equal(a[1], b[1]) for a, b in zip(cache.keys, first.keys))
 
 
 def test_what_the_unused_tail_holds_changes_nothing(model):
-    (clean,) = run(model, [[5, 9]])
-    dirty = llama.Cache(
-        tuple(keys.clone() for keys in clean.cache.keys),
-        tuple(values.clone() for values in clean.cache.values),
-        clean.cache.lengths,
-    )
+    clean, _ = run(model, [[5, 9]])
+    dirty = clean.clone()
     for buffer in dirty.keys + dirty.values:
         buffer[:, :, 2:] = torch.nan
     mask = torch.ones(1, 1, dtype=torch.bool)
-    found, expected = (model.forward(torch.tensor([[30]]), step, mask) for step in (dirty, clean.cache))
+    found, expected = (model.forward(torch.tensor([[30]]), cache, mask) for cache in (dirty, clean))
     assert torch.equal(found.hidden, expected.hidden)
 
 
 def test_a_chunk_on_a_warm_cache_returns_all_its_rows_and_heeds_the_mask(model):  # A24
-    (warm,) = run(model, [[5, 9]])
+    warm, _ = run(model, [[5, 9]])
+    other = warm.clone()
     tokens = torch.tensor([[30, 31, 32]])
-    full = model.forward(tokens, warm.cache, torch.tensor([[True, True, True]]), attention=True)
-    part = model.forward(tokens, warm.cache, torch.tensor([[True, False, False]]), attention=True)
-    assert full.hidden.shape[1] == 3 and full.cache.lengths.tolist() == [5]
+    full = model.forward(tokens, warm, torch.tensor([[True, True, True]]), attention=True)
+    part = model.forward(tokens, other, torch.tensor([[True, False, False]]), attention=True)
+    assert full.hidden.shape[1] == 3 and warm.lengths.tolist() == [5]
     assert_close(model.logits(full.hidden)[0], recompute(model, [5, 9, 30, 31, 32])[0][2:])
-    assert part.cache.lengths.tolist() == [3]
+    assert other.lengths.tolist() == [3]
     assert all((weights[:, :, 1:] == 0).all() for weights in part.attention)
 
 
-def test_a_forward_pass_leaves_the_cache_it_was_given_as_it_was(model):
-    (warm,) = run(model, [[5, 9]])
-    before = [buffer.clone() for buffer in warm.cache.keys + warm.cache.values]
+def test_a_forward_pass_writes_into_the_buffers_it_was_given_behind_what_is_live(model):
+    cache, _ = run(model, [[5, 9], [7]])
+    buffers, before, lengths = cache.keys + cache.values, cache.clone(), cache.lengths
+    model.forward(torch.tensor([[30, 31], [32, 33]]), cache, torch.tensor([[True, True], [True, False]]))
+    assert all(new is old for new, old in zip(cache.keys + cache.values, buffers, strict=True))
+    assert cache.lengths.tolist() == [4, 2]
+    assert lengths.tolist() == [2, 1]
+    for new, old in zip(buffers, before.keys + before.values, strict=True):
+        changed = (new != old).any(dim=1).any(dim=-1)  # [B, M]
+        assert [row.nonzero().flatten().tolist() for row in changed] == [[2, 3], [1]]
+
+
+def test_a_clone_goes_on_as_the_cache_would_have_and_neither_changes_the_other(model):
+    cache, _ = run(model, [[5, 9]])
+    clone, untouched = cache.clone(), cache.clone()
     mask = torch.ones(1, 1, dtype=torch.bool)
-    first, again = (model.forward(torch.tensor([[30]]), warm.cache, mask) for _ in range(2))
-    assert torch.equal(first.hidden, again.hidden)
-    assert all(torch.equal(*pair) for pair in zip(before, warm.cache.keys + warm.cache.values))
-    assert warm.cache.lengths.tolist() == [2]
+    first = model.forward(torch.tensor([[30]]), cache, mask)
+    assert clone.lengths.tolist() == [2]
+    for buffer, kept in zip(clone.keys + clone.values, untouched.keys + untouched.values, strict=True):
+        assert torch.equal(buffer, kept)
+    assert torch.equal(model.forward(torch.tensor([[30]]), clone, mask).hidden, first.hidden)
+
+
+def test_a_pass_that_fails_in_its_last_layer_leaves_what_the_cache_held(model, monkeypatch):
+    cache, _ = run(model, [[5, 9], [7]])
+    kept, token, mask = cache.clone(), torch.tensor([[30], [31]]), torch.ones(2, 1, dtype=torch.bool)
+    kernel, calls = llama.kv_cache_attention_step_, []
+
+    def failing(*args, **options):
+        calls.append(args)
+        if len(calls) == model.config.n_layers:
+            raise MemoryError
+        return kernel(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(llama, "kv_cache_attention_step_", failing)
+        model.forward(token + 1, cache, mask)
+    assert cache.lengths.tolist() == [2, 1]
+    found, expected = (model.forward(token, one, mask) for one in (cache, kept))
+    assert torch.equal(found.hidden, expected.hidden)
+    for buffer, other in zip(cache.keys + cache.values, kept.keys + kept.values, strict=True):
+        assert torch.equal(buffer, other)
+
+
+def test_weights_that_require_gradients_are_refused_unless_none_is_recorded(model):
+    embedding = model.embedding.clone().requires_grad_()
+    trained = replace(model, embedding=embedding)
+    cache, token, mask = model.new_cache(1, 4), torch.tensor([[5]]), torch.tensor([[True]])
+    with pytest.raises(RuntimeError, match=r"torch.no_grad\(\)"):
+        trained.forward(token, cache, mask)
+    assert cache.lengths.tolist() == [0]
+    with torch.no_grad():
+        found = trained.forward(token, cache, mask)
+    assert torch.equal(found.hidden, model.forward(token, model.new_cache(1, 4), mask).hidden)
 
 
 def test_attention_comes_for_every_layer_and_only_when_asked_for(model):
-    (silent,), (asked,) = run(model, PROMPTS), run(model, PROMPTS, attention=True)
+    (_, silent), (_, asked) = run(model, PROMPTS), run(model, PROMPTS, attention=True)
     assert silent.attention == silent.queries == ()
     assert [weights.shape for weights in asked.attention] == [(3, 4, 4, 12)] * 2
-    assert torch.equal(asked.hidden, silent.hidden)
+    offered = llama._pad(PROMPTS, V)[1]
+    assert_close(asked.hidden[offered], silent.hidden[offered])
 
 
 def test_the_queries_that_come_with_attention_explain_it(model):
-    (step,) = run(model, [[5, 9, 30]], attention=True)
-    for queries, keys, attention in zip(step.queries, step.cache.keys, step.attention, strict=True):
+    cache, step = run(model, [[5, 9, 30]], attention=True)
+    for queries, keys, attention in zip(step.queries, cache.keys, step.attention, strict=True):
         scores = queries @ keys.repeat_interleave(2, dim=1).mT / 6**0.5  # [B, H_q, Q, M]
         assert_close(attention[:, :, 2, :3], torch.softmax(scores[:, :, 2, :3], dim=-1))
 
 
 def test_every_layer_attends_through_the_kernel_once_a_call(model, monkeypatch):
     calls = []
-    kernel = llama.kv_cache_attention_step
+    kernel = llama.kv_cache_attention_step_
     monkeypatch.setattr(
         llama,
-        "kv_cache_attention_step",
+        "kv_cache_attention_step_",
         lambda *args, **options: calls.append(args[0].shape) or kernel(*args, **options),
     )
     run(model, PROMPTS, chunk=2)
@@ -331,18 +371,18 @@ def test_every_layer_attends_through_the_kernel_once_a_call(model, monkeypatch):
 
 def test_prompt_tokens_cannot_skip_attention_because_later_keys_need_it(model, monkeypatch):  # C11
     ids = [3, 50, 8, 21]
-    (whole,) = run(model, [ids])
-    kernel = llama.kv_cache_attention_step
+    whole, _ = run(model, [ids])
+    kernel = llama.kv_cache_attention_step_
     monkeypatch.setattr(
         llama,
-        "kv_cache_attention_step",
+        "kv_cache_attention_step_",
         lambda *args, **options: (
             (step := kernel(*args, **options)) | {"context": torch.zeros_like(step["context"])}
         ),
     )
-    (skipped,) = run(model, [ids])
-    assert torch.equal(skipped.cache.keys[0], whole.cache.keys[0])
-    assert (skipped.cache.keys[1] - whole.cache.keys[1])[:, :, 1:4].abs().amax(dim=(1, 3)).min() > 1e-2
+    skipped, _ = run(model, [ids])
+    assert torch.equal(skipped.keys[0], whole.keys[0])
+    assert (skipped.keys[1] - whole.keys[1])[:, :, 1:4].abs().amax(dim=(1, 3)).min() > 1e-2
 
 
 def test_prefill_computes_the_logits_of_each_rows_last_token_only(model, monkeypatch):  # C11
@@ -354,15 +394,16 @@ def test_prefill_computes_the_logits_of_each_rows_last_token_only(model, monkeyp
         lambda self, hidden: shapes.append(hidden.shape) or logits_of(self, hidden),
     )
     for chunk in (None, 1, 3):
-        logits, _ = llama.prefill(model, PROMPTS, model.new_cache(3, 6), chunk=chunk)
+        logits = llama.prefill(model, PROMPTS, model.new_cache(3, 6), chunk=chunk)
         for row, ids in enumerate(PROMPTS):
             assert_close(logits[row], recompute(model, ids)[0][-1])
     assert shapes == [(3, 16)] * 3
 
 
 def test_prefill_continues_what_a_cache_already_holds(model):
-    _, cache = llama.prefill(model, [[5, 9], [7]], model.new_cache(2, 8))
-    logits, cache = llama.prefill(model, [[30], [31, 32, 33]], cache, chunk=2)
+    cache = model.new_cache(2, 8)
+    llama.prefill(model, [[5, 9], [7]], cache)
+    logits = llama.prefill(model, [[30], [31, 32, 33]], cache, chunk=2)
     assert cache.lengths.tolist() == [3, 4]
     assert_close(logits[0], recompute(model, [5, 9, 30])[0][-1])
     assert_close(logits[1], recompute(model, [7, 31, 32, 33])[0][-1])
@@ -406,10 +447,10 @@ def test_a_finished_row_is_frozen_while_the_others_go_on(model):  # A23
 def test_generation_stops_as_soon_as_all_rows_have(model, monkeypatch):  # A23
     free = llama.generate(model, PROMPTS[:2], 8, stop=())
     calls = []
-    kernel = llama.kv_cache_attention_step
+    kernel = llama.kv_cache_attention_step_
     monkeypatch.setattr(
         llama,
-        "kv_cache_attention_step",
+        "kv_cache_attention_step_",
         lambda *args, **options: calls.append(args) or kernel(*args, **options),
     )
     ended = llama.generate(model, PROMPTS[:2], 8, stop={free.tokens[0][1], free.tokens[1][2]})
@@ -449,7 +490,7 @@ def test_cache_nbytes_is_what_the_buffers_occupy(tmp_path):
 @pytest.fixture
 def forbidden_kernel(monkeypatch):
     monkeypatch.setattr(
-        llama, "kv_cache_attention_step", lambda *args, **options: pytest.fail("the kernel ran")
+        llama, "kv_cache_attention_step_", lambda *args, **options: pytest.fail("the kernel ran")
     )
 
 
@@ -482,9 +523,9 @@ def test_generate_refuses_before_anything_runs(model, forbidden_kernel, argument
 
 
 def test_prefill_refuses_an_overflow_of_a_warm_cache_before_anything_runs(model, monkeypatch):
-    _, cache = llama.prefill(model, [[5, 9], [7]], model.new_cache(2, 4))
+    cache, _ = run(model, [[5, 9], [7]], capacity=4)
     monkeypatch.setattr(
-        llama, "kv_cache_attention_step", lambda *args, **options: pytest.fail("the kernel ran")
+        llama, "kv_cache_attention_step_", lambda *args, **options: pytest.fail("the kernel ran")
     )
     with pytest.raises(ValueError, match="capacity was 4; it must be 5 or more, the tokens that row 0"):
         llama.prefill(model, [[5, 9, 3], [7]], cache, chunk=1)
@@ -497,6 +538,16 @@ def test_prefill_refuses_a_cache_that_does_not_fit_the_prompts(model, forbidden_
         llama.prefill(model, PROMPTS, None)
 
 
+def test_forward_refuses_a_cache_of_another_model(tmp_path, model):
+    deeper = llama.load(write_llama(tmp_path / "deeper.gguf", L=3))
+    for one, other in ((model, deeper), (deeper, model)):
+        cache = other.new_cache(1, 4)
+        message = f"cache held keys of {other.config.n_layers} .* hold those of {one.config.n_layers}"
+        with pytest.raises(ValueError, match=message):
+            one.forward(torch.tensor([[5]]), cache, torch.tensor([[True]]))
+        assert all((buffer == 0).all() for buffer in cache.keys + cache.values)
+
+
 def test_forward_refuses_a_cache_of_another_kind(model):
     with pytest.raises(TypeError, match="cache was a tuple; it must be a Cache"):
         model.forward(torch.tensor([[5]]), (torch.zeros(1), torch.zeros(1)), torch.tensor([[True]]))
@@ -504,9 +555,10 @@ def test_forward_refuses_a_cache_of_another_kind(model):
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_tokens_may_have_any_integer_dtype(model, dtype):
-    tokens, cache, mask = torch.tensor([[5, 9]]), model.new_cache(1, 4), torch.ones(1, 2, dtype=torch.bool)
-    expected = model.forward(tokens, cache, mask)
-    assert torch.equal(model.forward(tokens.to(dtype), cache, mask).hidden, expected.hidden)
+    tokens, mask = torch.tensor([[5, 9]]), torch.ones(1, 2, dtype=torch.bool)
+    expected = model.forward(tokens, model.new_cache(1, 4), mask)
+    found = model.forward(tokens.to(dtype), model.new_cache(1, 4), mask)
+    assert torch.equal(found.hidden, expected.hidden)
 
 
 @pytest.mark.parametrize(
@@ -541,20 +593,24 @@ def test_tokens_may_have_any_integer_dtype(model, dtype):
     ],
 )
 def test_forward_refuses_arguments_that_do_not_fit(model, tokens, mask, error, message):
-    cache = llama.prefill(model, [[5, 9], [7, 8, 9]], model.new_cache(2, 6))[1]
+    cache, _ = run(model, [[5, 9], [7, 8, 9]], capacity=6)
+    kept = cache.clone()
     with pytest.raises(error, match=message):
         model.forward(torch.tensor(tokens), cache, torch.tensor(mask))
+    for buffer, before in zip(cache.keys + cache.values, kept.keys + kept.values, strict=True):
+        assert torch.equal(buffer, before)
+    assert cache.lengths.tolist() == [2, 3]
 
 
 def test_rows_that_append_nothing_keep_their_cache(model):
-    (warm,) = run(model, [[5, 9], [7]])
+    cache, _ = run(model, [[5, 9], [7]])
+    kept = cache.clone()
     for Q in (0, 1):
-        step = model.forward(
-            torch.zeros(2, Q, dtype=torch.int64), warm.cache, torch.zeros(2, Q, dtype=torch.bool)
-        )
-        assert step.hidden.shape == (2, Q, 16)
-        assert step.cache.lengths.tolist() == [2, 1]
-        assert all(torch.equal(*pair) for pair in zip(step.cache.keys, warm.cache.keys))
+        nothing = torch.zeros(2, Q, dtype=torch.int64), cache, torch.zeros(2, Q, dtype=torch.bool)
+        assert model.forward(*nothing).hidden.shape == (2, Q, 16)
+        assert cache.lengths.tolist() == [2, 1]
+        for buffer, before in zip(cache.keys + cache.values, kept.keys + kept.values, strict=True):
+            assert torch.equal(buffer, before)
 
 
 # Reading files

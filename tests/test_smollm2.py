@@ -96,16 +96,10 @@ def test_a_long_prompt_in_chunks_continues_as_in_transformers(model):
 
 def test_logits_are_those_of_transformers_after_the_prompt_and_many_steps_later(model):
     sequences = [case["ids"] + case["tokens"][:-1] for case in PROMPTS]
-    logits, cache = llama.prefill(
-        model, [case["ids"] for case in PROMPTS], model.new_cache(len(PROMPTS), 150), progress=False
-    )
-    later, _ = llama.prefill(
-        model,
-        [case["tokens"][:-1] for case in PROMPTS],
-        cache,
-        progress=False,
-    )
-    whole, _ = llama.prefill(
+    cache = model.new_cache(len(PROMPTS), 150)
+    logits = llama.prefill(model, [case["ids"] for case in PROMPTS], cache, progress=False)
+    later = llama.prefill(model, [case["tokens"][:-1] for case in PROMPTS], cache, progress=False)
+    whole = llama.prefill(
         model, sequences, model.new_cache(len(PROMPTS), 150), chunk=50, progress=False
     )
     for row, case in enumerate(PROMPTS):
