@@ -170,10 +170,25 @@ def _step(
     recorded = _is_recorded(query, new_key, new_value, key_cache, value_cache)
     if in_place:
         _require_writable(key_cache, value_cache, recorded)
-    row_by_row = rows is not None and not recorded and not _in_transform()
 
     with _full_precision(query.device.type):
-        if row_by_row:
+        if rows is None or _in_transform():
+            append = _append_ if in_place else _append
+            key_cache = append(key_cache, new_key, lengths, append_mask)
+            value_cache = append(value_cache, new_value, lengths, append_mask)
+            M = key_cache.shape[2]
+            n_slots = M if rows is None else max(map(sum, rows))
+            visible = _visible(lengths, append_mask, n_slots)
+            attention, context = _attend_masked(
+                query, key_cache, value_cache, visible, scale
+            )
+        elif recorded:
+            attention, context = _attend_rows_recorded(
+                query, new_key, new_value, key_cache, value_cache, rows, scale
+            )
+            key_cache = _append(key_cache, new_key, lengths, append_mask)
+            value_cache = _append(value_cache, new_value, lengths, append_mask)
+        else:
             if not in_place:
                 key_cache, value_cache = key_cache.clone(), value_cache.clone()
             _append_rows_(key_cache, new_key, rows)
@@ -182,25 +197,11 @@ def _step(
             attention, context = attend(
                 query, key_cache, value_cache, rows, scale
             )
-            new_lengths = lengths.new_tensor([sum(row) for row in rows])
-        else:
-            scatter = torch.Tensor.scatter_ if in_place else torch.Tensor.scatter
-            keys = _offers(key_cache, new_key, lengths, append_mask)
-            values = _offers(value_cache, new_value, lengths, append_mask)
-            key_cache = scatter(key_cache, 2, *keys)
-            value_cache = scatter(value_cache, 2, *values)
-            n_read = key_cache.shape[2] if rows is None else max(map(sum, rows))
-            visible = _visible(lengths, append_mask, n_read)
-            attention, context = _attend_masked(
-                query, key_cache, value_cache, visible, scale
-            )
-            counts = append_mask.sum(dim=1)
-            new_lengths = (lengths.long() + counts).to(lengths.dtype)
 
     result = {
         "key_cache": key_cache,
         "value_cache": value_cache,
-        "lengths": new_lengths,
+        "lengths": (lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype),
         "context": context,
     }
     return result | {"attention": attention} if need_weights else result
@@ -224,16 +225,17 @@ def _attend_rows(query, key_cache, value_cache, rows, scale):
     queries = query.to(compute_dtype).reshape(B, H_k, group_rows, D)
     attention = queries.new_empty(B, H_k, group_rows, M)
     context = queries.new_empty(B, H_k, group_rows, D_v)
+    future = _future(Q, query.device) if Q > 1 else None
     tensors = queries, key_cache, value_cache, attention, context
     by_row = zip(*(tensor.unbind() for tensor in tensors))
     for row, (length, count) in zip(by_row, rows):
-        _attend_row(*row, Q, length, count, scale)
+        _attend_row(*row, Q, length, count, future, scale)
     attention = attention.view(B, H_q, Q, M).to(query.dtype)
     return attention, context.view(B, H_q, Q, D_v).to(query.dtype)
 
 
 def _attend_row(
-    queries, keys, values, attention, context, Q, length, count, scale
+    queries, keys, values, attention, context, Q, length, count, future, scale
 ):
     """Fill in one row's attention [H_k, group_rows, M] and context.
 
@@ -245,11 +247,9 @@ def _attend_row(
     # The weights are computed where they are returned: no other memory is used.
     live, tail = attention[:, :, :end], attention[:, :, end:]
     torch.baddbmm(live, queries, keys.mT, beta=0, alpha=scale, out=live)
-    if Q > 1:
+    if count > 1:
         new = live.unflatten(1, (-1, Q))[..., length:]  # [H_k, group, Q, count]
-        slot = torch.arange(count, device=new.device)
-        query = torch.arange(Q, device=new.device)[:, None]
-        new.masked_fill_(~may_attend(slot, query, 0, Q), -math.inf)
+        new.masked_fill_(future[:, :count], -math.inf)
     tail.fill_(-math.inf)
     torch.softmax(attention, dim=-1, out=attention)
     torch.bmm(live, values, out=context)
@@ -264,56 +264,124 @@ def _attend_rows_fused(query, key_cache, value_cache, rows, scale):
     tensors = query, key_cache, value_cache
     if query.dtype.itemsize == 1:  # PyTorch's attention does not take float8
         tensors = [tensor.float() for tensor in tensors]
-    by_row = zip(*(tensor.chunk(B) for tensor in tensors))
+    longest = max(length for length, _ in rows)
+    # Added to the scores of the longest row; other rows use a part of it.
+    bias = tensors[0].new_zeros(Q, longest + Q)
+    if Q > 1:
+        bias[:, longest:].masked_fill_(_future(Q, query.device), -math.inf)
     contexts = []
+    by_row = zip(*(tensor.chunk(B) for tensor in tensors))
     for (queries, keys, values), (length, count) in zip(by_row, rows):
-        end = length + count
+        end, skipped = length + count, longest - length
         context = _attend_row_fused(
             queries if count == Q else queries[:, :, :count],
             keys[:, :, :end],
             values[:, :, :end],
-            length,
+            bias[:count, skipped : skipped + end] if count > 1 else None,
             scale,
         )
-        contexts.append(pad(context, (0, 0, 0, Q - count)) if count < Q else context)
+        idle = Q - count
+        contexts.append(pad(context, (0, 0, 0, idle)) if idle else context)
     return None, torch.cat(contexts).to(query.dtype)
 
 
-def _attend_row_fused(queries, keys, values, length, scale):
-    """Return the context [1, H_q, n, D_v] of one row's n appended queries."""
-    (_, H_q, n, D), (_, H_k, end, D_v) = queries.shape, values.shape
+def _attend_row_fused(queries, keys, values, bias, scale):
+    """Return the context [1, H_q, n, D_v] of a row's n appended queries."""
+    (_, H_q, n, D), (_, H_k, _, D_v) = queries.shape, values.shape
+    group = H_q // H_k
     if n == 0:
         return queries.new_zeros(1, H_q, n, D_v)
-    group, visible = H_q // H_k, None
     if n == 1:
-        # Nothing is hidden: the heads of a group can be queries of one head.
+        # Nothing is hidden, so the heads of a group can be queries of one head.
         queries = queries.reshape(1, H_k, group, D)
     else:
         queries = queries.reshape(H_k, group, n, D)
         keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
         values = values.transpose(0, 1).expand(-1, group, -1, -1)
-        slot = torch.arange(end, device=queries.device)
-        query = torch.arange(n, device=queries.device)[:, None]
-        visible = may_attend(slot, query, length, n)
     context = scaled_dot_product_attention(
-        queries, keys, values, attn_mask=visible, scale=scale
+        queries, keys, values, attn_mask=bias, scale=scale
     )
     return context.reshape(1, H_q, n, D_v)
 
 
-def _offers(cache, new, lengths, append_mask):
-    """Return the slots that are offered, and what is to stand in each.
+def _future(Q, device):
+    """Return which of the slots appended in a call are a query's future, [Q, Q].
 
-    Where an offered slot is not appended, it gets what it holds: so no shape
-    depends on what append_mask holds.
+    It is the same in every row: the slots before them are the past of every query.
     """
-    M = cache.shape[2]
+    new = torch.arange(Q, device=device)
+    return ~may_attend(new, new[:, None], 0, Q)
+
+
+def _attend_rows_recorded(
+    query, new_key, new_value, key_cache, value_cache, rows, scale
+):
+    """Return attention [B, H_q, Q, M] and context [B, H_q, Q, D_v], for autograd.
+
+    Each row is joined from what it reads, so that no gradient passes through
+    the whole of a cache.
+    """
+    Q, M, dtype = query.shape[2], key_cache.shape[2], query.dtype
+    tensors = query, new_key, new_value, key_cache, value_cache
+    query, *others = (tensor.to(wide(dtype)) for tensor in tensors)
+    by_row = zip(rows, *(tensor.unbind() for tensor in (query * scale, *others)))
+    attentions, contexts = [], []
+    for (length, count), queries, new_keys, new_values, keys, values in by_row:
+        attention, context = _attend_row_recorded(
+            queries[:, :count],
+            torch.cat([keys[:, :length], new_keys[:, :count]], dim=1),
+            torch.cat([values[:, :length], new_values[:, :count]], dim=1),
+        )
+        idle, unused = Q - count, M - length - count
+        attentions.append(pad(attention, (0, unused, 0, idle)))
+        contexts.append(pad(context, (0, 0, 0, idle)))
+    return torch.stack(attentions).to(dtype), torch.stack(contexts).to(dtype)
+
+
+def _attend_row_recorded(queries, keys, values):
+    """Return attention [H_q, n, end] and context [H_q, n, D_v] of n new queries."""
+    (H_q, n, D), (H_k, end, D_v) = queries.shape, values.shape
+    group_rows = H_q // H_k * n
+    scores = queries.reshape(H_k, group_rows, D) @ keys.mT
+    scores = scores.view(H_q, n, end)
+    if n > 1:
+        future = pad(_future(n, keys.device), (end - n, 0))  # [n, end]
+        scores = scores.masked_fill(future, -math.inf)
+        # The second time is for the gradient: a huge future value would spoil it.
+        attention = torch.softmax(scores, dim=-1).masked_fill(future, 0)
+    else:
+        attention = torch.softmax(scores, dim=-1)
+    context = attention.view(H_k, group_rows, end) @ values
+    return attention, context.view(H_q, n, D_v)
+
+
+def _append(cache, new, lengths, append_mask):
+    """Return a copy of the cache with the appended slots written."""
+    slots, to_write = _offers(cache, new, lengths, append_mask)
+    return cache.transpose(1, 2).index_put(slots, to_write).transpose(1, 2)
+
+
+def _append_(cache, new, lengths, append_mask):
+    """Write the appended slots, and return the cache itself."""
+    slots, to_write = _offers(cache, new, lengths, append_mask)
+    cache.transpose(1, 2).index_put_(slots, to_write)
+    return cache
+
+
+def _offers(cache, new, lengths, append_mask):
+    """Return the rows and slots on offer, and what is to stand there, [B, Q, H_k, D].
+
+    An offered slot that is not appended keeps what it holds, by writing it again:
+    so no shape depends on what append_mask holds.
+    """
+    B, _, M, _ = cache.shape
     new, append_mask = new[:, :, :M], append_mask[:, :M]
-    offered = torch.arange(new.shape[2], device=new.device)
-    slots = (lengths.long()[:, None] + offered) % M  # [B, Q], distinct in a row
-    slots = slots[:, None, :, None].expand(new.shape)
-    held = cache.gather(2, slots)
-    return slots, torch.where(append_mask[:, None, :, None], new, held)
+    row = torch.arange(B, device=cache.device)[:, None]
+    offered = torch.arange(new.shape[2], device=cache.device)
+    slot = (lengths.long()[:, None] + offered) % M  # [B, Q], distinct in a row
+    held = cache.transpose(1, 2)[row, slot]
+    appended = append_mask[:, :, None, None]
+    return (row, slot), torch.where(appended, new.transpose(1, 2), held)
 
 
 def _visible(lengths, append_mask, n_slots):
