@@ -4,6 +4,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from kvlib._tensors import wide
+
 torch.set_num_threads(1)
 
 #: The same examples on every run, on every machine: a failure that comes and goes teaches nobody.
@@ -106,6 +108,52 @@ def assert_unchanged(args, before):
             assert_same_bits(tensor, copy)
         else:
             assert torch.equal(tensor, copy), name
+
+
+def live_slots(args):
+    """Return which slots hold a live token after the call, [B, M]."""
+    new_lengths = args["lengths"].long() + args["append_mask"].sum(dim=1)
+    return torch.arange(args["key_cache"].shape[2]) < new_lengths[:, None]
+
+
+def appended_slots(args):
+    """Return which slots the call writes, [B, M]."""
+    return live_slots(args) & (
+        torch.arange(args["key_cache"].shape[2]) >= args["lengths"].long()[:, None]
+    )
+
+
+def per_slot(where):
+    """Shape a choice of rows and slots so that it broadcasts over heads and features."""
+    return where[:, None, :, None]
+
+
+def poisoned(args, key=0.0, value=0.0, query=0.0):
+    """Fill what no query may ever read: unused tails, slots that are not appended, idle queries."""
+    idle, tail = per_slot(~args["append_mask"]), per_slot(~live_slots(args))
+    fills = zip(FLOATS, (idle, idle, idle, tail, tail), (query, key, value, key, value))
+    return args | {
+        name: args[name].double().masked_fill(where, fill).to(args[name].dtype)
+        for name, where, fill in fills
+    }
+
+
+def rounding(args):
+    """Return how far two ways to compute the context of a batch may be apart.
+
+    Each may err by a few roundings of the values it averages, and by what an error in the largest
+    score does to their weights.
+    """
+    dtype = args["query"].dtype
+    eps, score_eps = torch.finfo(dtype).eps, torch.finfo(wide(dtype)).eps
+    keys, values = (
+        torch.cat([args[new], args[cache]], dim=2).double().nan_to_num(0, 0, 0).abs().max()
+        for new, cache in (("new_key", "key_cache"), ("new_value", "value_cache"))
+    )
+    queries = args["query"].double().nan_to_num(0, 0, 0).abs()
+    D = queries.shape[3]
+    scores = queries.max() * keys * args["options"].get("scale", D**-0.5) * D if queries.numel() else 0
+    return float((4 * eps + 8 * score_eps * scores) * values)
 
 
 @st.composite
