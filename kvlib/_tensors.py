@@ -10,8 +10,8 @@ def bind_sizes(shapes, tensors, may_be_zero):
 
     Parameters
     ----------
-    shapes : dict of str to str
-        The letters of each argument's shape, such as ``{"query": "B H_q Q D"}``.
+    shapes : dict of str to tuple of str
+        The letters of each argument's shape, such as ``{"lengths": ("B",)}``.
     tensors : dict of str to torch.Tensor
         The arguments.
     may_be_zero : collection of str
@@ -35,23 +35,23 @@ def bind_sizes(shapes, tensors, may_be_zero):
         tensor = tensors[name]
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} was a {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.layout != torch.strided:
+        if tensor.layout is not torch.strided:
             raise TypeError(f"{name} had layout {tensor.layout}; it must be dense, torch.strided")
-        shape, letters = tuple(tensor.shape), letters.split()
+        shape = tensor.shape
         if len(shape) != len(letters):
             raise ValueError(
-                f"{name} had shape {shape}; it must have {len(letters)} dimensions, ({', '.join(letters)})"
+                f"{name} had shape {tuple(shape)}; it must have {len(letters)} dimensions, ({', '.join(letters)})"
             )
         for letter, size in zip(letters, shape):
             if sizes.setdefault(letter, size) != size:
-                first = next(other for other in shapes if letter in shapes[other].split())
+                first = next(other for other in shapes if letter in shapes[other])
                 raise ValueError(
-                    f"{name} had shape {shape}, {letter} = {size}; it must be ({', '.join(letters)}) "
+                    f"{name} had shape {tuple(shape)}, {letter} = {size}; it must be ({', '.join(letters)}) "
                     f"with {letter} = {sizes[letter]}, as in {first}"
                 )
             if size == 0 and letter not in may_be_zero:
                 raise ValueError(
-                    f"{name} had shape {shape}, {letter} = 0; it must be ({', '.join(letters)}) "
+                    f"{name} had shape {tuple(shape)}, {letter} = 0; it must be ({', '.join(letters)}) "
                     f"with {letter} = 1 or more"
                 )
     require_same("device", tensors)

@@ -21,13 +21,13 @@ from kvlib.visibility import may_attend
 __all__ = ["kv_cache_attention_step", "kv_cache_attention_step_"]
 
 _SHAPES = {
-    "query": "B H_q Q D",
-    "new_key": "B H_k Q D",
-    "new_value": "B H_k Q D_v",
-    "key_cache": "B H_k M D",
-    "value_cache": "B H_k M D_v",
-    "lengths": "B",
-    "append_mask": "B Q",
+    "query": ("B", "H_q", "Q", "D"),
+    "new_key": ("B", "H_k", "Q", "D"),
+    "new_value": ("B", "H_k", "Q", "D_v"),
+    "key_cache": ("B", "H_k", "M", "D"),
+    "value_cache": ("B", "H_k", "M", "D_v"),
+    "lengths": ("B",),
+    "append_mask": ("B", "Q"),
 }
 
 
@@ -201,10 +201,17 @@ def _step(
     result = {
         "key_cache": key_cache,
         "value_cache": value_cache,
-        "lengths": (lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype),
+        "lengths": _new_lengths(lengths, append_mask, rows),
         "context": context,
     }
     return result | {"attention": attention} if need_weights else result
+
+
+def _new_lengths(lengths, append_mask, rows):
+    """Return how many slots of each row are live after the call."""
+    if rows is None:
+        return (lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype)
+    return lengths.new_tensor([length + count for length, count in rows])
 
 
 def _append_rows_(cache, new, rows):

@@ -13,8 +13,8 @@ from kvlib._tensors import bind_sizes, require_floating_alike, wide
 
 __all__ = ["kv_cache_step"]
 
-_SHAPES = {"q_new": "B Q D", "k_new": "B Q D", "v_new": "B Q D_v"}
-_CACHE_SHAPES = {"cache[0]": "B T D", "cache[1]": "B T D_v"}
+_SHAPES = {"q_new": ("B", "Q", "D"), "k_new": ("B", "Q", "D"), "v_new": ("B", "Q", "D_v")}
+_CACHE_SHAPES = {"cache[0]": ("B", "T", "D"), "cache[1]": ("B", "T", "D_v")}
 
 
 def kv_cache_step(
