@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from kvlib.transformers_attention import RaggedCache, register
 from kvlib.widgets import AttentionHeatmap
 
 V, L, N_NEW = 61, 3, 9
+README = Path(__file__).parents[2] / "README.md"
 LENGTHS = (5, 9, 2)
 T = max(LENGTHS)
 CAPACITY = T + N_NEW
@@ -359,17 +361,15 @@ def test_layers_that_scale_differently_are_not_put_into_one_picture():
         cache.last_step()
 
 
-def test_the_example_in_the_module_generates_and_shows_its_attention():
+def test_the_example_in_the_readme_generates_and_shows_its_attention():
     model, ids = build(*KINDS["Llama, grouped"]), IDS[1:2]
     expected = stock(model, "eager").generate(ids, do_sample=False, max_new_tokens=8)
 
-    register()
-    model.set_attn_implementation("kvlib")
-    cache = RaggedCache(model.config, capacity=32)
-    tokens = model.generate(ids, do_sample=False, max_new_tokens=8, cache=cache)
-    cache.reset()
-    model(tokens, cache=cache, output_attentions=True)
-    heatmap = AttentionHeatmap.from_layers(**cache.last_step())
+    _, example = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf8"), re.DOTALL)
+    names = {"model": model, "ids": ids}
+    exec(example, names)
+    tokens = names["tokens"]
+    heatmap = AttentionHeatmap.from_layers(**names["cache"].last_step())
 
     assert tokens.tolist() == expected.tolist()
     attentions = stock(model, "eager")(tokens, output_attentions=True).attentions
