@@ -23,13 +23,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 N_AT_ONCE = 2
 HELPERS = ("cases.py", "reference.py")
+BATCHED_TESTS = (
+    "test_batched_cache.py",
+    "test_batched_cache_in_place.py",
+    "test_batched_cache_in_torch.py",
+)
 TESTS = {
     "__init__.py": ("test_numpy_cache.py",),
     "visibility.py": ("test_visibility.py",),
     "numpy_cache.py": ("test_numpy_cache.py",),
     "tuple_cache.py": ("test_tuple_cache.py",),
-    "batched_cache.py": ("test_batched_cache.py",),
-    "_tensors.py": ("test_tuple_cache.py", "test_batched_cache.py"),
+    "batched_cache.py": BATCHED_TESTS,
+    "_tensors.py": ("test_tuple_cache.py", *BATCHED_TESTS),
     "_numbers.py": ("test_visibility.py", "test_numpy_cache.py"),
     "llama.py": ("test_llama.py",),
 }
@@ -213,6 +218,225 @@ TUPLE = [
 ]
 
 BATCHED = [
+    # What is written, and where.
+    (
+        "the given caches are written",
+        "= key_cache.clone(), value_cache.clone()",
+        "= key_cache, value_cache",
+    ),
+    (
+        "the given value cache is written",
+        "= key_cache.clone(), value_cache.clone()",
+        "= key_cache.clone(), value_cache",
+    ),
+    (
+        "the whole cache is cleared",
+        "= key_cache.clone(), value_cache.clone()",
+        "= torch.zeros_like(key_cache), torch.zeros_like(value_cache)",
+    ),
+    (
+        "the tail is cleared",
+        "        slots[:, length : length + count] = appended\n",
+        "        slots[:, length : length + count] = appended\n        slots[:, length + count :] = 0\n",
+    ),
+    (
+        "writes land one slot early",
+        "slots[:, length : length + count] = appended",
+        "slots[:, max(length - 1, 0) :][:, :count] = appended",
+    ),
+    (
+        "writes land one slot late",
+        "slots[:, length : length + count] = appended",
+        "slots.roll(-1, 1)[:, length : length + count] = appended",
+    ),
+    ("every slot gets the first offered one", "+ count] = appended", "+ count] = appended[:, :1]"),
+    (
+        "offered slots that are not appended are written",
+        "slots[:, length : length + count] = appended",
+        "slots[:, length : length + Q] = offered[:, : slots.shape[1] - length]",
+    ),
+    ("the last offered slots are appended", "else offered[:, :count]", "else offered[:, Q - count :]"),
+    (
+        "a copy is written, not the given cache",
+        "append = _append_ if in_place else _append",
+        "append = _append",
+    ),
+    (
+        "all rows together write the given cache",
+        "append = _append_ if in_place else _append",
+        "append = _append_",
+    ),
+    ("a copy of the written cache is returned", "    return cache\n", "    return cache.clone()\n"),
+    (
+        "the cache cuts gradients",
+        "return cache.transpose(1, 2).index_put(",
+        "return cache.detach().transpose(1, 2).index_put(",
+    ),
+    (
+        "what is written cuts gradients",
+        "new.transpose(1, 2), held)",
+        "new.detach().transpose(1, 2), held)",
+    ),
+    ("offered slots do not wrap around the end", "+ offered) % M  #", "+ offered)  #"),
+    (
+        "more offered slots than the cache has are written",
+        "    new, append_mask = new[:, :, :M], append_mask[:, :M]\n",
+        "",
+    ),
+    (
+        "appended and held slots are swapped",
+        "torch.where(appended, new.transpose(1, 2), held)",
+        "torch.where(appended, held, new.transpose(1, 2))",
+    ),
+    (
+        "every offered slot is written",
+        "torch.where(appended, new.transpose(1, 2), held)",
+        "torch.where(appended | True, new.transpose(1, 2), held)",
+    ),
+    (
+        "slots are moved by a gather that changes NaNs",
+        "held = cache.transpose(1, 2)[row, slot]",
+        "held = cache.gather(2, slot[:, None, :, None].expand(new.shape)).transpose(1, 2)",
+    ),
+    # The lengths that are returned.
+    (
+        "the length before is returned",
+        "(lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype)",
+        "lengths.clone()",
+    ),
+    (
+        "offered slots are counted as appended",
+        "(lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype)",
+        "(lengths.long() + append_mask.shape[1]).to(lengths.dtype)",
+    ),
+    (
+        "lengths become int64",
+        "(lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype)",
+        "lengths.long() + append_mask.sum(dim=1)",
+    ),
+    (
+        "the given lengths are changed",
+        "(lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype)",
+        "lengths.copy_(lengths.long() + append_mask.sum(dim=1))",
+    ),
+    # Row by row, with weights.
+    ("a row's scale is dropped", "beta=0, alpha=scale, out=live", "beta=0, out=live"),
+    (
+        "a row is computed in half precision",
+        "wide(query.dtype), H_q // H_k * Q",
+        "query.dtype, H_q // H_k * Q",
+    ),
+    (
+        "a row sees the future",
+        "        new.masked_fill_(future[:, :count], -math.inf)\n",
+        "        pass\n",
+    ),
+    (
+        "two new tokens see each other",
+        "    if count > 1:\n        new =",
+        "    if count > 2:\n        new =",
+    ),
+    ("the first slots are hidden, not the new ones", "[..., length:]  #", "[..., :count]  #"),
+    (
+        "heads and queries of a group are mixed up",
+        "new = live.unflatten(1, (-1, Q))[",
+        "new = live.unflatten(1, (Q, -1)).transpose(1, 2)[",
+    ),
+    ("the tail of a row has scores of zero", "    tail.fill_(-math.inf)\n", "    tail.fill_(0)\n"),
+    (
+        "idle queries of a row keep their weights",
+        "        attention.unflatten(1, (-1, Q))[:, :, count:] = 0\n",
+        "",
+    ),
+    (
+        "idle queries of a row keep their context",
+        "        context.unflatten(1, (-1, Q))[:, :, count:] = 0\n",
+        "",
+    ),
+    (
+        "the future is the past",
+        "~may_attend(new, new[:, None], 0, Q)",
+        "~may_attend(new[:, None], new, 0, Q)",
+    ),
+    # Row by row, without weights.
+    (
+        "scores are stored where no weights are needed",
+        "attend = _attend_rows if need_weights else _attend_rows_fused",
+        "attend = _attend_rows",
+    ),
+    (
+        "weights are returned without need",
+        'return result | {"attention": attention} if need_weights else result',
+        'return result | {"attention": attention}',
+    ),
+    ("torch's attention gets float8", "    if query.dtype.itemsize == 1:", "    if False:"),
+    (
+        "the future is not hidden from torch's attention",
+        "    if Q > 1:\n        bias[",
+        "    if False:\n        bias[",
+    ),
+    (
+        "the bias of the longest row is that of all",
+        "bias[:count, skipped : skipped + end]",
+        "bias[:count, :end]",
+    ),
+    ("the bias hides the first slots", "bias[:, longest:].masked_fill_", "bias[:, :Q].masked_fill_"),
+    ("two queries get no bias", "if count > 1 else None,", "if count > 2 else None,"),
+    ("the last queries are taken", "else queries[:, :, :count],", "else queries[:, :, Q - count :],"),
+    (
+        "the first queries are idle",
+        "contexts.append(pad(context, (0, 0, 0, idle)) if",
+        "contexts.append(pad(context, (0, 0, idle, 0)) if",
+    ),
+    (
+        "a query's heads are grouped across",
+        "queries = queries.reshape(1, H_k, group, D)",
+        "queries = queries.reshape(1, group, H_k, D).transpose(1, 2)",
+    ),
+    (
+        "the heads of several queries are grouped across",
+        "queries = queries.reshape(H_k, group, n, D)",
+        "queries = queries.reshape(group, H_k, n, D).transpose(0, 1)",
+    ),
+    ("torch's attention takes its own scale", "attn_mask=bias, scale=scale", "attn_mask=bias"),
+    # Row by row, recorded.
+    ("a recorded row's scale is dropped", "in (query * scale, *others))", "in (query, *others))"),
+    (
+        "new keys come before the past",
+        "torch.cat([keys[:, :length], new_keys[:, :count]]",
+        "torch.cat([new_keys[:, :count], keys[:, :length]]",
+    ),
+    (
+        "cached values carry no gradient",
+        "torch.cat([values[:, :length],",
+        "torch.cat([values[:, :length].detach(),",
+    ),
+    (
+        "new keys carry no gradient",
+        "new_keys[:, :count]], dim=1",
+        "new_keys[:, :count].detach()], dim=1",
+    ),
+    (
+        "a recorded row is computed in half precision",
+        "(tensor.to(wide(dtype)) for",
+        "(tensor.to(dtype) for",
+    ),
+    ("a recorded row's unused slots come first", "(0, unused, 0, idle)", "(unused, 0, 0, idle)"),
+    ("a recorded row's idle queries come first", "(0, unused, 0, idle)", "(0, unused, idle, 0)"),
+    ("a recorded row's future is its past", "(end - n, 0))  # [n, end]", "(0, end - n))  # [n, end]"),
+    ("a recorded row sees the future", "scores = scores.masked_fill(future, -math.inf)", "pass"),
+    ("a huge future value spoils gradients", ".masked_fill(future, 0)", ""),
+    (
+        "weights cut gradients",
+        "context = attention.view(H_k, group_rows, end) @",
+        "context = attention.detach().view(H_k, group_rows, end) @",
+    ),
+    (
+        "returned weights carry no gradient",
+        "return torch.stack(attentions).to(dtype)",
+        "return torch.stack(attentions).detach().to(dtype)",
+    ),
+    # All rows together.
     (
         "keys are tiled over the query heads",
         "queries.reshape(B, H_k, group_rows, D) @ keys.mT",
@@ -220,54 +444,22 @@ BATCHED = [
     ),
     (
         "values are tiled over the query heads",
-        "attention.reshape(B, H_k, group_rows, M) @ values",
+        "attention.reshape(B, H_k, group_rows, n_slots) @ values",
         "attention @ values.repeat(1, H_q // H_k, 1, 1)",
     ),
     ("the scale is dropped", " @ keys.mT * scale\n", " @ keys.mT\n"),
     ("scores are divided by the scale", " @ keys.mT * scale\n", " @ keys.mT / scale\n"),
-    ("the scale is 1 / D", "1 / math.sqrt(d_k)", "1 / d_k"),
-    (
-        "the tail is cleared",
-        "    updated = cache.clone()\n",
-        "    tail = torch.arange(cache.shape[2]) >= lengths[:, None]\n"
-        "    updated = torch.where(tail[:, None, :, None], torch.zeros_like(cache), cache)\n",
-    ),
-    ("the whole cache is cleared", "updated = cache.clone()", "updated = torch.zeros_like(cache)"),
-    ("the given cache is written", "updated = cache.clone()", "updated = cache"),
-    ("the cache cuts gradients", "updated = cache.clone()", "updated = cache.detach().clone()"),
-    (
-        "writes land one slot early",
-        "lengths[row] + offered",
-        "(lengths[row] + offered - 1).clamp(min=0)",
-    ),
-    (
-        "writes land one slot late",
-        "lengths[row] + offered",
-        "(lengths[row] + offered + 1) % cache.shape[2]",
-    ),
-    ("every slot gets the first offered one", "= new[row, :, offered]", "= new[row, :, offered * 0]"),
-    ("writes land in the first row", "updated[row, :, lengths", "updated[row * 0, :, lengths"),
     (
         "the mask takes the length after for before",
-        "visible = _visible(old_lengths,",
-        "visible = _visible(old_lengths + counts,",
+        "visible = _visible(lengths, append_mask, n_slots)",
+        "visible = _visible(lengths + append_mask.sum(dim=1), append_mask, n_slots)",
     ),
     (
         "the mask swaps length and count",
-        "visible = _visible(old_lengths, counts,",
-        "visible = _visible(counts, old_lengths,",
+        "    return may_attend(slot, query, length, count)\n",
+        "    return may_attend(slot, query, count, length)\n",
     ),
-    (
-        "the length before is returned",
-        "(old_lengths + counts).to(lengths.dtype)",
-        "old_lengths.to(lengths.dtype)",
-    ),
-    (
-        "offered slots are counted as appended",
-        "(old_lengths + counts).to(lengths.dtype)",
-        "(old_lengths + append_mask.shape[1]).to(lengths.dtype)",
-    ),
-    ("lengths become int64", "(old_lengths + counts).to(lengths.dtype)", "old_lengths + counts"),
+    ("the shortest row tells how far to read", "else max(map(sum, rows))", "else min(map(sum, rows))"),
     ("idle rows are NaN inside", "hidden & ~idle, -math.inf", "hidden, -math.inf"),
     (
         "idle queries are NaN",
@@ -275,7 +467,7 @@ BATCHED = [
         "torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)",
     ),
     ("idle queries get the mean", ".masked_fill(hidden, 0)", ""),
-    ("hidden scores are a large negative number", "-math.inf)", "-1e9)"),
+    ("hidden scores are a large negative number", "hidden & ~idle, -math.inf)", "hidden & ~idle, -1e2)"),
     (
         "idle queries are not blanked",
         "queries = query.to(compute_dtype).masked_fill(idle, 0)",
@@ -283,26 +475,92 @@ BATCHED = [
     ),
     (
         "unused keys are not blanked",
-        "keys = keys.to(compute_dtype).masked_fill(unread, 0)",
-        "keys = keys.to(compute_dtype)",
+        "keys = keys[:, :, :n_slots].to(compute_dtype).masked_fill(unread, 0)",
+        "keys = keys[:, :, :n_slots].to(compute_dtype)",
     ),
     (
         "unused values are not blanked",
-        "values = values.to(compute_dtype).masked_fill(unread, 0)",
-        "values = values.to(compute_dtype)",
+        "values = values[:, :, :n_slots].to(compute_dtype).masked_fill(unread, 0)",
+        "values = values[:, :, :n_slots].to(compute_dtype)",
     ),
-    ("computed in half precision", "compute_dtype = wide(query.dtype)", "compute_dtype = query.dtype"),
+    (
+        "computed in half precision",
+        "compute_dtype = wide(query.dtype)\n",
+        "compute_dtype = query.dtype\n",
+    ),
     (
         "weights are rounded before they meet the values",
         "context = attention.reshape",
         "context = attention.to(query.dtype).to(compute_dtype).reshape",
     ),
-    ("weights cut gradients", "context = attention.reshape", "context = attention.detach().reshape"),
     (
-        "returned weights carry no gradient",
-        "return attention.to(query.dtype),",
-        "return attention.detach().to(query.dtype),",
+        "weights cut gradients, all rows together",
+        "context = attention.reshape",
+        "context = attention.detach().reshape",
     ),
+    (
+        "the weights end at the longest row",
+        "return pad(attention, (0, M - n_slots)).to(",
+        "return attention.to(",
+    ),
+    # Which way is taken, and what is refused.
+    (
+        "autocast rounds products",
+        "    with _full_precision(query.device.type):",
+        "    with nullcontext():",
+    ),
+    ("recording is seen where gradients are off", "torch.is_grad_enabled() and any(", "any("),
+    (
+        "forward derivatives go unseen",
+        "    ) or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)\n",
+        "    )\n",
+    ),
+    (
+        "transforms go unseen",
+        "return torch._C._are_functorch_transforms_active()",
+        "return False",
+    ),
+    (
+        "caches need not be writable",
+        "    if in_place:\n        _require_writable(",
+        "    if False:\n        _require_writable(",
+    ),
+    (
+        "gradients are recorded in place",
+        "    if recorded:\n        raise",
+        "    if False:\n        raise",
+    ),
+    ("expanded caches are written", "if any(stride == 0 and size > 1 for", "if any(False for"),
+    (
+        "expanded value caches are written",
+        '{"key_cache": key_cache, "value_cache": value_cache}.items()',
+        '{"key_cache": key_cache}.items()',
+    ),
+    ("axes of size one are refused", "stride == 0 and size > 1 for", "stride == 0 for"),
+    ("one tensor is both caches", "    if value_cache is key_cache:", "    if False:"),
+    ("a compiler reads data", "    if torch.compiler.is_compiling():", "    if False:"),
+    (
+        "tensors without data are refused",
+        "    except RuntimeError:\n        return None",
+        "    except IndexError:\n        return None",
+    ),
+    (
+        "a tracer's symbols are numbers",
+        "return rows if all(isinstance(length, int) for length, _ in rows) else None",
+        "return rows",
+    ),
+    (
+        "data is read although it need not be checked",
+        "_read(lengths, append_mask) if check_data else None",
+        "_read(lengths, append_mask)",
+    ),
+    ("data is never checked", "_read(lengths, append_mask) if check_data else None", "None"),
+    (
+        "the lengths are read twice",
+        "    rows = _read(lengths",
+        "    lengths.max().item()\n    rows = _read(lengths",
+    ),
+    ("the scale is 1 / D", "1 / math.sqrt(d_k)", "1 / d_k"),
     ("very small scales are refused", "if not limits.tiny <= number", "if not 1e-30 <= number"),
     (
         "the scale must fit float32 in float64, too",
@@ -320,12 +578,8 @@ BATCHED = [
         "if length + count > capacity:",
         "if length + count >= capacity:",
     ),
-    ("lengths wrap around", "if length + count > torch.iinfo(lengths.dtype).max:", "if False:"),
-    (
-        "the largest length is refused",
-        "if length + count > torch.iinfo",
-        "if length + count >= torch.iinfo",
-    ),
+    ("lengths wrap around", "if length + count > largest:", "if False:"),
+    ("the largest length is refused", "if length + count > largest:", "if length + count >= largest:"),
     ("boolean lengths are taken", " or lengths.dtype == torch.bool:", ":"),
     (
         "integer append masks are taken",
@@ -348,13 +602,14 @@ TENSORS = [
         "if len(shape) > len(letters):",
     ),
     ("sizes of zero are taken", "if size == 0 and letter", "if size < 0 and letter"),
-    ("sparse tensors are taken", "if tensor.layout != torch.strided:", "if False:"),
+    ("sparse tensors are taken", "if tensor.layout is not torch.strided:", "if False:"),
     ("mixed devices are taken", '    require_same("device", tensors)\n', ""),
     (
         "integers are computed with",
-        "if not tensor.dtype.is_floating_point:",
-        "if tensor.dtype == torch.bool:",
+        "if not tensor.dtype.is_floating_point or tensor",
+        "if tensor.dtype == torch.bool or tensor",
     ),
+    ("scale factors are numbers", " or tensor.dtype in _NO_NUMBERS:", ":"),
     ("mixed dtypes are taken", '    require_same("dtype", tensors)\n', ""),
     (
         "float64 is computed in float32",
@@ -376,19 +631,23 @@ LLAMA = [
     ),
     (
         "keys are stored without their position",
-        "query, key = _rotate(query, angles), _rotate(key, angles)",
-        "query = _rotate(query, angles)",
+        "query, key = _rotate(query, turns), _rotate(key, turns)",
+        "query = _rotate(query, turns)",
     ),
     (
         "halves are rotated in place of neighbours",
-        "even, odd = x[..., 0::2], x[..., 1::2]",
-        "even, odd = x.chunk(2, dim=-1)",
+        "x.unflatten(-1, (-1, 2)))",
+        "x.unflatten(-1, (2, -1)).mT.contiguous())",
     ),
     ("token ids index as they come", "        tokens = tokens.long()\n", ""),
     ("prompts and cache may differ in rows", "if len(prompts) != len(cache.lengths):", "if False:"),
     ("the output is always the embedding", '.get("output.weight", weights', '.get("", weights'),
     ("finished rows go on", "running = running & ~torch.isin(chosen, stop)", "pass"),
-    ("the prompt's scores come one token late", "final = counts - 1 - start", "final = counts - 2 - start"),
+    (
+        "the prompt's scores come one token late",
+        "final = counts - 1 - start",
+        "final = counts - 2 - start",
+    ),
 ]
 
 MUTANTS = INIT + [
@@ -467,7 +726,9 @@ def main(word=""):
     if code != 0:
         sys.exit(f"{output}\nThe tests fail without any fault, so they say nothing about faults.")
     if not all(caught):
-        sys.exit(f"{caught.count(False)} of {len(mutants)} faults were not caught: see the capitals above.")
+        sys.exit(
+            f"{caught.count(False)} of {len(mutants)} faults were not caught: see the capitals above."
+        )
     print(f"All {len(mutants)} faults were caught.")
 
 
