@@ -171,7 +171,7 @@ class TestBadInput:
         [
             (
                 {"lengths": torch.tensor([[1, 2]])},
-                r"lengths had shape \(1, 2\); it must have 1 dimensions, \(B,\)",
+                r"lengths had shape \(1, 2\); it must have 1 dimensions, \(B\)",
             ),
             ({"lengths": torch.tensor(1)}, r"lengths had shape \(\); it must have 1 dimensions"),
             ({"lengths": torch.tensor([1, 2, 3])}, r"lengths had shape \(3,\), B = 3; .* with B = 2"),
