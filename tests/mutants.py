@@ -467,7 +467,7 @@ BATCHED = [
         "torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)",
     ),
     ("idle queries get the mean", ".masked_fill(hidden, 0)", ""),
-    ("hidden scores are a large negative number", "hidden & ~idle, -math.inf)", "hidden & ~idle, -1e2)"),
+    ("hidden scores are a large negative number", "hidden & ~idle, -math.inf)", "hidden & ~idle, -1e9)"),
     (
         "idle queries are not blanked",
         "queries = query.to(compute_dtype).masked_fill(idle, 0)",

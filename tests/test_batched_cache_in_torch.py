@@ -420,16 +420,51 @@ class TestLayouts:
 class TestAllWaysAgree:
     """Row by row or all rows together: the way that is taken shows in no result but by rounding."""
 
+    @staticmethod
+    def ways(args):
+        """Return the results of every way that returns weights."""
+        stacked = {name: args[name][None] for name in NAMES}
+        mapped = torch.vmap(lambda one: kv_cache_attention_step(**one, options=args["options"]))(stacked)
+        return [
+            kv_cache_attention_step(**args),
+            kv_cache_attention_step(**with_gradients(args)),
+            {name: value[0] for name, value in mapped.items()},
+            call("in place, with weights, unchecked", args),
+        ]
+
     @settings(PROPERTY, max_examples=200)
     @given(batches())
     def test_the_results_are_the_same(self, args):
         args = dirty(args)
-        for other in (with_gradients(args), args):
-            result = kv_cache_attention_step(**other)
+        for result in self.ways(args):
             assert_as_expected(result, args)
-        stacked = {name: args[name][None] for name in NAMES}
-        mapped = torch.vmap(lambda one: kv_cache_attention_step(**one, options=args["options"]))(stacked)
-        assert_as_expected({name: value[0] for name, value in mapped.items()}, args)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision_is_as_good_as_rounding_the_exact_result(self, dtype):
+        args = batch([0, 30, 9, 31], [4, 2, 0, 1], 4, 32, D=64, D_v=8, dtype=dtype)
+        exact = kv_cache_attention_step(**args | {name: args[name].double() for name in FLOATS})
+        half_a_step = torch.finfo(dtype).eps / 2
+        for result, name in product(self.ways(args), ("attention", "context")):
+            torch.testing.assert_close(
+                result[name].detach().double(), exact[name], rtol=half_a_step * 1.01, atol=1e-6
+            )
+
+    def test_scores_that_are_all_far_below_zero_do_not_vanish(self):
+        args = batch([2], [1], 1, 4, H_q=1, H_k=1, D=1)
+        args |= {name: torch.full_like(args[name], -5e12) for name in ("new_key", "key_cache")}
+        args["query"].fill_(1)
+        for result in self.ways(args):
+            weights = result["attention"].flatten().tolist()
+            torch.testing.assert_close(weights, [1 / 3, 1 / 3, 1 / 3, 0.0], rtol=1e-14, atol=0)
+
+    def test_no_nan_arises_on_the_way_so_anomaly_detection_stays_quiet(self):
+        args = with_gradients(dirty(batch(**RAGGED)))
+        one = {name: args[name][None] for name in NAMES}
+        with torch.autograd.set_detect_anomaly(True):
+            row_by_row = kv_cache_attention_step(**args)
+            together = torch.vmap(lambda one: kv_cache_attention_step(**one, options={}))(one)
+            for result in (row_by_row, together):
+                (result["context"].sum() + result["attention"].square().sum()).backward()
 
     @settings(PROPERTY, max_examples=100)
     @given(batches())
