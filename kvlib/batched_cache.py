@@ -272,9 +272,9 @@ def _attend_rows_fused(query, key_cache, value_cache, rows, scale):
     if query.dtype.itemsize == 1:  # PyTorch's attention does not take float8
         tensors = [tensor.float() for tensor in tensors]
     longest = max(length for length, _ in rows)
-    # Added to the scores of the longest row; other rows use a part of it.
-    bias = tensors[0].new_zeros(Q, longest + Q)
-    if Q > 1:
+    if Q > 1 and longest > 0:
+        # Added to the scores of the longest row; other rows use a part of it.
+        bias = tensors[0].new_zeros(Q, longest + Q)
         bias[:, longest:].masked_fill_(_future(Q, query.device), -math.inf)
     contexts = []
     by_row = zip(*(tensor.chunk(B) for tensor in tensors))
@@ -284,7 +284,7 @@ def _attend_rows_fused(query, key_cache, value_cache, rows, scale):
             queries if count == Q else queries[:, :, :count],
             keys[:, :, :end],
             values[:, :, :end],
-            bias[:count, skipped : skipped + end] if count > 1 else None,
+            bias[:count, skipped : skipped + end] if count > 1 and length else None,
             scale,
         )
         idle = Q - count
@@ -293,7 +293,10 @@ def _attend_rows_fused(query, key_cache, value_cache, rows, scale):
 
 
 def _attend_row_fused(queries, keys, values, bias, scale):
-    """Return the context [1, H_q, n, D_v] of a row's n appended queries."""
+    """Return the context [1, H_q, n, D_v] of a row's n appended queries.
+
+    Without a bias, the queries are either one or the row's first.
+    """
     (_, H_q, n, D), (_, H_k, _, D_v) = queries.shape, values.shape
     group = H_q // H_k
     if n == 0:
@@ -306,7 +309,7 @@ def _attend_row_fused(queries, keys, values, bias, scale):
         keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
         values = values.transpose(0, 1).expand(-1, group, -1, -1)
     context = scaled_dot_product_attention(
-        queries, keys, values, attn_mask=bias, scale=scale
+        queries, keys, values, attn_mask=bias, is_causal=n > 1 and bias is None, scale=scale
     )
     return context.reshape(1, H_q, n, D_v)
 
