@@ -372,8 +372,8 @@ BATCHED = [
     ("torch's attention gets float8", "    if query.dtype.itemsize == 1:", "    if False:"),
     (
         "the future is not hidden from torch's attention",
-        "    if Q > 1:\n        bias[",
-        "    if False:\n        bias[",
+        "        bias[:, longest:].masked_fill_(_future(Q, query.device), -math.inf)\n",
+        "",
     ),
     (
         "the bias of the longest row is that of all",
@@ -381,7 +381,11 @@ BATCHED = [
         "bias[:count, :end]",
     ),
     ("the bias hides the first slots", "bias[:, longest:].masked_fill_", "bias[:, :Q].masked_fill_"),
-    ("two queries get no bias", "if count > 1 else None,", "if count > 2 else None,"),
+    (
+        "two queries get no bias",
+        "if count > 1 and length else None,",
+        "if count > 2 and length else None,",
+    ),
     ("the last queries are taken", "else queries[:, :, :count],", "else queries[:, :, Q - count :],"),
     (
         "the first queries are idle",
@@ -398,7 +402,13 @@ BATCHED = [
         "queries = queries.reshape(H_k, group, n, D)",
         "queries = queries.reshape(group, H_k, n, D).transpose(0, 1)",
     ),
-    ("torch's attention takes its own scale", "attn_mask=bias, scale=scale", "attn_mask=bias"),
+    ("the first chunk of a row sees the future", "is_causal=n > 1 and bias is None", "is_causal=False"),
+    (
+        "rows without a past are given a bias",
+        "if count > 1 and length else None,",
+        "if count > 1 else None,",
+    ),
+    ("torch's attention takes its own scale", "bias is None, scale=scale", "bias is None"),
     # Row by row, recorded.
     ("a recorded row's scale is dropped", "in (query * scale, *others))", "in (query, *others))"),
     (
