@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 
@@ -88,3 +90,10 @@ def wide(dtype):
     Half precision cannot hold the products of ordinary queries and keys: float16 ends at 65504.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def full_precision(device_type):
+    """Return a context in which autocast rounds no product to half precision."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

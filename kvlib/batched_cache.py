@@ -8,14 +8,13 @@ key/value heads, Q new slots in a call, M capacity, D key size, D_v value size.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from numbers import Real
 
 import torch
 from torch.autograd import forward_ad
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvlib._tensors import bind_sizes, require_floating_alike, wide
+from kvlib._tensors import bind_sizes, full_precision, require_floating_alike, wide
 from kvlib.visibility import may_attend
 
 __all__ = ["kv_cache_attention_step", "kv_cache_attention_step_"]
@@ -88,9 +87,9 @@ def kv_cache_attention_step(
     Notes
     -----
     Scores, softmax and context are computed in float32, or in float64 for float64 inputs,
-    inside `torch.autocast` too, and returned in the dtype of the inputs. What unused and not appended slots hold, NaN
-    included, reaches no output but the copied caches, and no gradient. Live numbers must be
-    finite, and so must scores in that precision; this is not checked. Differentiable twice
+    inside `torch.autocast` too, and returned in the dtype of the inputs. What unused and not
+    appended slots hold, NaN included, reaches no output but the copied caches, and no gradient.
+    Live numbers must be finite, and so must scores in that precision; this is not checked. Differentiable twice
     in query, new keys and values, and both caches.
 
     Where what `lengths` and `append_mask` hold cannot be read, it is not checked: while
@@ -128,9 +127,9 @@ def kv_cache_attention_step_(
         As for `kv_cache_attention_step`. The caches get the appended slots written; `lengths`
         is not changed.
     need_weights : bool
-        Return the attention weights. Without them the scores are never stored: PyTorch's fused
-        attention takes each row, in the dtype of the inputs, which for float16 and bfloat16
-        rounds the weights before they meet the values.
+        Return the attention weights. Without them PyTorch's own attention takes each row, in the
+        dtype of the inputs, which for float16 and bfloat16 rounds the weights before they meet
+        the values. Where D equals D_v it stores no scores.
     check_data : bool
         Read `lengths` and `append_mask`, check them, and cut the work to the live slots: the
         one time that the host waits for the device. Without it the host waits for nothing,
@@ -171,7 +170,7 @@ def _step(
     if in_place:
         _require_writable(key_cache, value_cache, recorded)
 
-    with _full_precision(query.device.type):
+    with full_precision(query.device.type):
         if rows is None or _in_transform():
             append = _append_ if in_place else _append
             key_cache = append(key_cache, new_key, lengths, append_mask)
@@ -308,8 +307,9 @@ def _attend_row_fused(queries, keys, values, bias, scale):
         queries = queries.reshape(H_k, group, n, D)
         keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
         values = values.transpose(0, 1).expand(-1, group, -1, -1)
+    is_causal = n > 1 and bias is None
     context = scaled_dot_product_attention(
-        queries, keys, values, attn_mask=bias, is_causal=n > 1 and bias is None, scale=scale
+        queries, keys, values, attn_mask=bias, is_causal=is_causal, scale=scale
     )
     return context.reshape(1, H_q, n, D_v)
 
@@ -438,13 +438,6 @@ def _is_recorded(*tensors):
 def _in_transform():
     """Say whether a tensor may stand for many, as inside `torch.vmap`."""
     return torch._C._are_functorch_transforms_active()
-
-
-def _full_precision(device_type):
-    """Return a context in which autocast rounds no product to half precision."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 def _require_writable(key_cache, value_cache, recorded):

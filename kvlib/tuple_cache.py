@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from kvlib._tensors import bind_sizes, require_floating_alike, wide
+from kvlib._tensors import bind_sizes, full_precision, require_floating_alike, wide
 
 __all__ = ["kv_cache_step"]
 
@@ -41,7 +41,7 @@ def kv_cache_step(
     -------
     output : torch.Tensor, shape (B, 1, D_v)
         The attention output of the new token, in the dtype of the inputs. Scores and
-        softmax are computed in float32 or wider.
+        softmax are computed in float32 or wider, inside `torch.autocast` too.
     cache : tuple of torch.Tensor
         Keys (B, T + 1, D) and values (B, T + 1, D_v): new tensors. The cache that was
         passed in is left as it was, and still usable.
@@ -62,8 +62,9 @@ def kv_cache_step(
         values = torch.cat([cache[1], v_new], dim=1)
     compute_dtype = wide(q_new.dtype)
     query = q_new.to(compute_dtype) / math.sqrt(q_new.shape[-1])
-    scores = query @ keys.to(compute_dtype).mT
-    output = torch.softmax(scores, dim=-1) @ values.to(compute_dtype)
+    with full_precision(q_new.device.type):
+        scores = torch.bmm(query, keys.to(compute_dtype).mT)
+        output = torch.bmm(torch.softmax(scores, dim=-1), values.to(compute_dtype))
     return output.to(q_new.dtype), (keys, values)
 
 

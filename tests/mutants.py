@@ -212,6 +212,7 @@ TUPLE = [
     ),
     ("softmax over the queries", "torch.softmax(scores, dim=-1)", "torch.softmax(scores, dim=1)"),
     ("computed in half precision", "compute_dtype = wide(q_new.dtype)", "compute_dtype = q_new.dtype"),
+    ("autocast rounds products", "    with full_precision(q_new.device.type):", "    if True:"),
     ("several new tokens are taken", 'if sizes["Q"] != 1:', 'if sizes["Q"] < 1:'),
     ("a list is a cache", "not isinstance(cache, tuple) or", "not isinstance(cache, (tuple, list)) or"),
     ("mixed dtypes are taken", "    require_floating_alike(tensors)\n", ""),
@@ -402,7 +403,7 @@ BATCHED = [
         "queries = queries.reshape(H_k, group, n, D)",
         "queries = queries.reshape(group, H_k, n, D).transpose(0, 1)",
     ),
-    ("the first chunk of a row sees the future", "is_causal=n > 1 and bias is None", "is_causal=False"),
+    ("the first chunk of a row sees the future", "is_causal = n > 1 and bias is None", "is_causal = False"),
     (
         "rows without a past are given a bias",
         "if count > 1 and length else None,",
@@ -516,8 +517,8 @@ BATCHED = [
     # Which way is taken, and what is refused.
     (
         "autocast rounds products",
-        "    with _full_precision(query.device.type):",
-        "    with nullcontext():",
+        "    with full_precision(query.device.type):",
+        "    if True:",
     ),
     ("recording is seen where gradients are off", "torch.is_grad_enabled() and any(", "any("),
     (

@@ -216,6 +216,13 @@ class TestPrecision:
         half_a_step = torch.finfo(dtype).eps / 2
         torch.testing.assert_close(output.double(), exact, rtol=half_a_step * 1.01, atol=1e-6)
 
+    def test_autocast_changes_nothing(self):
+        q, k, v = sequence(B=4, T=16, D=32, D_v=8, dtype=torch.float32)
+        expected, _ = decode(q, k, v)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output, _ = decode(q, k, v)
+        assert torch.equal(output, expected)
+
     @pytest.mark.parametrize(
         "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
     )
