@@ -351,7 +351,8 @@ def _columns(
             f"{q_offset} of the past and {q_length} new ones"
         )
     else:
-        real = attention_mask[:, :kv_length]
+        # A copy, because the cache keeps it, and the caller may write to theirs.
+        real = attention_mask[:, :kv_length].clone()
     columns = _Columns(real, q_length)
     if mask_function is not causal_mask_function:
         sizes = batch_size, q_length, kv_length, q_offset, kv_offset

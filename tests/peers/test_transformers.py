@@ -392,6 +392,14 @@ def test_a_cache_says_what_it_holds(small_llama, cache):
     assert cache.layers[0].keys.shape == (len(LENGTHS), 2, CAPACITY, 4)
 
 
+def test_a_mask_that_is_written_to_after_the_call_leaves_the_cache_as_it_was(small_llama, cache):
+    mask = LEFT_PADDED.bool()
+    with torch.no_grad():
+        small_llama(IDS, attention_mask=mask, cache=cache)
+    mask.fill_(True)
+    assert cache.lengths.tolist() == list(LENGTHS)
+
+
 def test_a_cache_that_was_reset_serves_another_batch_like_a_new_one(small_llama, cache):
     generate(small_llama, cache=cache)
     cache.reset()
