@@ -117,19 +117,20 @@ def kv_cache_attention_step_(
 ) -> dict[str, torch.Tensor]:
     """Do the step of `kv_cache_attention_step`, but write into the caches that are given.
 
-    Nothing of the size of a cache is allocated for float32 or float64, and a row is read only
-    up to its last live slot. This is the step to decode with; to train, use
+    For float32 and float64 no cache is copied, but for what the two switches say, and a row is
+    read only up to its last live slot. This is the step to decode with; to train, use
     `kv_cache_attention_step`.
 
     Parameters
     ----------
     query, new_key, new_value, key_cache, value_cache, lengths, append_mask, options
-        As for `kv_cache_attention_step`. The caches get the appended slots written; `lengths`
-        is not changed.
+        As for `kv_cache_attention_step`. The caches get the appended slots written, so nothing
+        else may share memory with them; `lengths` is not changed.
     need_weights : bool
         Return the attention weights. Without them PyTorch's own attention takes each row, in the
         dtype of the inputs, which for float16 and bfloat16 rounds the weights before they meet
-        the values. Where D equals D_v it stores no scores.
+        the values. Where D equals D_v, and a slot's features are neighbours in memory, it stores
+        no scores; elsewhere it copies what it reads of a row, and weights cost less time.
     check_data : bool
         Read `lengths` and `append_mask`, check them, and cut the work to the live slots: the
         one time that the host waits for the device. Without it the host waits for nothing,
@@ -147,8 +148,8 @@ def kv_cache_attention_step_(
     RuntimeError
         If a gradient is being recorded: it would need what this step overwrites.
     TypeError, ValueError
-        As from `kv_cache_attention_step`, and if slots of a cache share memory. Nothing has
-        been written then.
+        As from `kv_cache_attention_step`, and if a cache was expanded, or both are one tensor;
+        memory shared in other ways is not noticed. Nothing has been written then.
     """
     return _step(
         query, new_key, new_value, key_cache, value_cache,
@@ -210,7 +211,13 @@ def _new_lengths(lengths, append_mask, rows):
     """Return how many slots of each row are live after the call."""
     if rows is None:
         return (lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype)
-    return lengths.new_tensor([length + count for length, count in rows])
+    new = torch.tensor(
+        [length + count for length, count in rows],
+        dtype=lengths.dtype,
+        device="cpu",
+    )
+    # Without non_blocking the host would wait until the device has caught up.
+    return new.to(lengths.device, non_blocking=True)
 
 
 def _append_rows_(cache, new, rows):
@@ -334,7 +341,8 @@ def _attend_rows_recorded(
     Q, M, dtype = query.shape[2], key_cache.shape[2], query.dtype
     tensors = query, new_key, new_value, key_cache, value_cache
     query, *others = (tensor.to(wide(dtype)) for tensor in tensors)
-    by_row = zip(rows, *(tensor.unbind() for tensor in (query * scale, *others)))
+    tensors = query * scale, *others
+    by_row = zip(rows, *(tensor.unbind() for tensor in tensors))
     attentions, contexts = [], []
     for (length, count), queries, new_keys, new_values, keys, values in by_row:
         attention, context = _attend_row_recorded(
@@ -357,7 +365,7 @@ def _attend_row_recorded(queries, keys, values):
     if n > 1:
         future = pad(_future(n, keys.device), (end - n, 0))  # [n, end]
         scores = scores.masked_fill(future, -math.inf)
-        # The second time is for the gradient: a huge future value would spoil it.
+        # The second time is for the gradient, which a huge value would spoil.
         attention = torch.softmax(scores, dim=-1).masked_fill(future, 0)
     else:
         attention = torch.softmax(scores, dim=-1)

@@ -64,7 +64,8 @@ def kv_cache_step(
     query = q_new.to(compute_dtype) / math.sqrt(q_new.shape[-1])
     with full_precision(q_new.device.type):
         scores = torch.bmm(query, keys.to(compute_dtype).mT)
-        output = torch.bmm(torch.softmax(scores, dim=-1), values.to(compute_dtype))
+        weights = torch.softmax(scores, dim=-1)
+        output = torch.bmm(weights, values.to(compute_dtype))
     return output.to(q_new.dtype), (keys, values)
 
 
