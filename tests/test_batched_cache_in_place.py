@@ -507,12 +507,12 @@ class TestWork:
 
 
 class Reads(TorchFunctionMode):
-    """Note every call that brings the data of a tensor to Python."""
+    """Note every call for which the host has to wait for the device, to read data or to hand some over."""
 
     reading = {
         *("tolist", "item", "numpy", "__array__", "cpu", "nonzero", "masked_select", "unique", "equal"),
         *("__bool__", "__int__", "__float__", "__index__", "__iter__", "__contains__", "is_nonzero"),
-        *("allclose", "data_ptr", "repeat_interleave"),
+        *("allclose", "data_ptr", "repeat_interleave", "new_tensor"),
     }
 
     def __init__(self):
