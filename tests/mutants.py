@@ -315,6 +315,7 @@ BATCHED = [
         "(lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype)",
         "lengths.long() + append_mask.sum(dim=1)",
     ),
+    ("the host waits to hand the new lengths over", ", non_blocking=True", ""),
     (
         "the given lengths are changed",
         "(lengths.long() + append_mask.sum(dim=1)).to(lengths.dtype)",

@@ -521,9 +521,11 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = function.__name__
-        if name in self.reading:
+        kwargs = kwargs or {}
+        moved = name == "to" and isinstance(args[1], torch.device)
+        if name in self.reading or moved and not kwargs.get("non_blocking"):
             self.read.append((name, args[0]))
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 class TestReadingData:
