@@ -20,7 +20,7 @@ test: $(VENV)/tests.stamp ## run every test, the browser's included
 	@$(BIN)/python -m pytest
 
 test-peers: $(VENV)/tests.stamp $(VENV)/peers.stamp ## compare kvlib with ONNX, onnxruntime, JAX, transformers and torch
-	@$(BIN)/python -m pytest tests/peers
+	@$(BIN)/python -m pytest tests/peers tests/test_benchmarks.py
 
 bench: $(VENV)/peers.stamp ## measure kvlib against its peers, about a quarter of an hour on 2 idle cores
 	@$(BIN)/python benchmarks/batched_step.py
