@@ -134,7 +134,7 @@ def kv_cache_attention_step_(
     check_data : bool
         Read `lengths` and `append_mask`, check them, and cut the work to the live slots: the
         one time that the host waits for the device. Without it the host waits for nothing,
-        wrong numbers make wrong results, and work and memory follow M, so pass views of the
+        wrong numbers overwrite live slots, and work and memory follow M, so pass views of the
         slots that may be live.
 
     Returns
@@ -340,15 +340,14 @@ def _attend_rows_recorded(
     """
     Q, M, dtype = query.shape[2], key_cache.shape[2], query.dtype
     tensors = query, new_key, new_value, key_cache, value_cache
-    query, *others = (tensor.to(wide(dtype)) for tensor in tensors)
-    tensors = query * scale, *others
-    by_row = zip(rows, *(tensor.unbind() for tensor in tensors))
+    by_row = zip(rows, *(tensor.to(wide(dtype)).unbind() for tensor in tensors))
     attentions, contexts = [], []
     for (length, count), queries, new_keys, new_values, keys, values in by_row:
         attention, context = _attend_row_recorded(
             queries[:, :count],
             torch.cat([keys[:, :length], new_keys[:, :count]], dim=1),
             torch.cat([values[:, :length], new_values[:, :count]], dim=1),
+            scale,
         )
         idle, unused = Q - count, M - length - count
         attentions.append(pad(attention, (0, unused, 0, idle)))
@@ -356,11 +355,13 @@ def _attend_rows_recorded(
     return torch.stack(attentions).to(dtype), torch.stack(contexts).to(dtype)
 
 
-def _attend_row_recorded(queries, keys, values):
+def _attend_row_recorded(queries, keys, values, scale):
     """Return attention [H_q, n, end] and context [H_q, n, D_v] of n new queries."""
     (H_q, n, D), (H_k, end, D_v) = queries.shape, values.shape
     group_rows = H_q // H_k * n
-    scores = queries.reshape(H_k, group_rows, D) @ keys.mT
+    queries = queries.reshape(H_k, group_rows, D)
+    ignored = queries.new_empty(1, 1, 1)
+    scores = torch.baddbmm(ignored, queries, keys.mT, beta=0, alpha=scale)
     scores = scores.view(H_q, n, end)
     if n > 1:
         future = pad(_future(n, keys.device), (end - n, 0))  # [n, end]

@@ -412,7 +412,7 @@ BATCHED = [
     ),
     ("torch's attention takes its own scale", "bias is None, scale=scale", "bias is None"),
     # Row by row, recorded.
-    ("a recorded row's scale is dropped", "query * scale, *others", "query, *others"),
+    ("a recorded row's scale is dropped", "keys.mT, beta=0, alpha=scale)", "keys.mT, beta=0)"),
     (
         "new keys come before the past",
         "torch.cat([keys[:, :length], new_keys[:, :count]]",

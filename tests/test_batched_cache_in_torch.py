@@ -486,3 +486,14 @@ class TestAllWaysAgree:
         by_transform = torch.func.grad(loss, argnums=tuple(range(5)))(*(args[name] for name in FLOATS))
         for actual, expected in zip(by_transform, by_autograd):
             torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_huge_scale_is_fine_where_the_scores_are(recorded):
+    args = batch((1,), (1,), 1, 3, H_q=1, H_k=1, D=2, D_v=2, dtype=torch.float32)
+    args |= {"query": torch.full_like(args["query"], 100.0), "options": {"scale": 1e37}}
+    for name in ("new_key", "key_cache"):
+        args[name].fill_(1e-38)
+    args["query"].requires_grad_(recorded)
+    weights = kv_cache_attention_step(**args)["attention"]
+    assert weights.tolist() == [[[[0.5, 0.5, 0.0]]]]
