@@ -13,7 +13,7 @@ PACKAGES = ("torch", "numpy", "onnxruntime", "onnx", "jax", "transformers")
 
 def machine():
     """Return one line on the processor, the threads and the system."""
-    return f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.platform()}"
+    return f"{_processor()}, {os.cpu_count()} cores, threads used: {torch.get_num_threads()}, {platform.platform()}"
 
 
 def versions():
