@@ -36,7 +36,9 @@ def run(cells, seconds, threads):
         goals += goals_of(columns, list(taken), base)
     goals += print_rest(extra, backward)
     if len(cells) < len(grid.FULL):
-        print(f"The goals are for the whole grid of {len(grid.FULL)} cells, and this run had {len(cells)}.")
+        print(
+            f"The goals are for the whole grid of {len(grid.FULL)} cells, and this run had {len(cells)}."
+        )
     print_goals(goals)
     print(interference)
 
@@ -121,7 +123,9 @@ def print_comparison(taken, columns, base):
     rows.append(["geometric mean", *blank, *(f"{number:.2f}" for number in means)])
     rows.append(["worst cell", *blank, *(f"{number:.2f}" for number in worst)])
 
-    print(f"{base.cache.capitalize()}: our time; the time of each peer, and of the fastest, over that of ours")
+    print(
+        f"{base.cache.capitalize()}: our time; the time of each peer, and of the fastest, over that of ours"
+    )
     print("which returns as much or more, so above 1 ours is faster; and, as limit, the time of")
     print(f"{base.name} over what the bytes that it must move take at the bandwidth of a copy.")
     print_table(["cell", *own, *columns], rows)
